@@ -1,5 +1,6 @@
 #include <trireme/activation/checkpoint_frame.h>
 
+#include <trireme/activation/operator_watch.h>
 #include <trireme/common/error.h>
 
 #include <ATen/core/grad_mode.h>
@@ -16,6 +17,8 @@ namespace {
 
 // A frame remembers of as many backwards over one graph (retain_graph=True) that it has recomputed.
 constexpr size_t kMostTasks = 16;
+// Operators save fewer tensors, of those that write what they have saved.
+constexpr size_t kMostSaved = 8;
 // Is the task of tensors that were recomputed before a backward asked. No task of the engine, nor
 // one that current_task() makes up, has this number.
 constexpr int64_t kAhead = INT64_MIN;
@@ -82,13 +85,18 @@ class CheckpointFrame::RecomputationPacker : public TensorPacker {
       : frame_(std::move(frame)), task_(task) {}
 
   c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& tensor) override {
+    if (!watch_ && frame_->stops_soon(frame_->recomputation_of(task_).saved)) watch_.emplace();
     return frame_->pack_again(task_, tensor);
   }
   bool is_ordered() const override { return true; }
 
+  bool watches_operators() const override { return frame_->stops_soon(0); }
+  void end() noexcept override { watch_.reset(); }
+
  private:
   c10::intrusive_ptr<CheckpointFrame> frame_;
   int64_t task_;
+  std::optional<OperatorWatch> watch_;
 };
 
 class CheckpointFrame::Run : public CheckpointRun {
@@ -190,11 +198,15 @@ c10::intrusive_ptr<PackedTensor> CheckpointFrame::pack_again(int64_t id, const a
     kept.erase(std::remove_if(kept.begin(), kept.end(), was_given), kept.end());
     kept.push_back({id, detached});
   }
-  if (early_stop_ && task.saved == places_.size()) {
+  if (early_stop_ && task.saved == places_.size() && !may_write_what_it_saves()) {
     task.has_stopped = true;
     return nullptr;
   }
   return c10::make_intrusive<PlainTensor>(detached);
+}
+
+bool CheckpointFrame::stops_soon(size_t saved) const {
+  return early_stop_ && saved + kMostSaved >= places_.size();
 }
 
 void CheckpointFrame::end_forward() {

@@ -34,7 +34,8 @@ namespace trireme {
 //   by whoever asked; a second backward over the same graph recomputes again. Tensors of places
 //   that are gone, because a part of the graph was freed, are not kept.
 // * It ends as soon as the last tensor that the forward had saved is there (early stop), by an
-//   exception out of the operator that saved it.
+//   exception out of the operator that saved it. An operator that has yet to write what it saved
+//   is not left: the function runs to its end.
 // * A backward inside of the function works: a recomputation keeps its own graph alive, whose saved
 //   tensors are plain ones.
 //
@@ -177,6 +178,8 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
   // Takes a tensor that the recomputation for `task` saves, and returns what its graph holds; null
   // if that was the last one that is needed.
   c10::intrusive_ptr<PackedTensor> pack_again(int64_t task, const at::Tensor& tensor);
+  // Says whether an operator that begins when so many are saved may be the last one.
+  bool stops_soon(size_t saved) const;
   at::Tensor take_tensor(SavedPlace& place);
   Task& recomputation_of(int64_t task);
   void recompute(int64_t task);

@@ -2,6 +2,7 @@
 
 #include <trireme/activation/kept_tensor.h>
 #include <trireme/activation/offload_file.h>
+#include <trireme/activation/operator_watch.h>
 #include <trireme/common/error.h>
 #include <trireme/memory/stream_handoff.h>
 
@@ -17,6 +18,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <exception>
 #include <filesystem>
 #include <memory>
 #include <mutex>
@@ -336,20 +338,75 @@ class OffloadedTensor : public PackedTensor {
   SavedVersion version_;
 };
 
+// A tensor that is kept until its operator has written it. Thread-safe.
+class UnfinishedTensor : public PackedTensor {
+ public:
+  explicit UnfinishedTensor(const at::Tensor& tensor)
+      : written_(tensor.detach()),
+        version_(tensor),
+        packed_(c10::make_intrusive<KeptTensor>(tensor)) {}
+
+  // Hears that the operator is over. Throws where there is no room elsewhere.
+  void finish(const std::shared_ptr<OffloadUse>& use) {
+    const at::Tensor written = std::exchange(written_, {});
+    if (version_.has_changed()) return;  // autograd refuses it
+    if (RangePointer range = use->store(written)) {
+      auto packed = c10::make_intrusive<OffloadedTensor>(written, use, std::move(range));
+      const std::lock_guard lock(mutex_);
+      packed_ = std::move(packed);
+    }
+  }
+
+  at::Tensor unpack() override {
+    c10::intrusive_ptr<PackedTensor> packed;
+    {
+      const std::lock_guard lock(mutex_);
+      packed = packed_;
+    }
+    return packed->unpack();
+  }
+
+ private:
+  at::Tensor written_;
+  SavedVersion version_;
+  std::mutex mutex_;
+  c10::intrusive_ptr<PackedTensor> packed_;
+};
+
 class OffloadPacker : public TensorPacker {
  public:
   explicit OffloadPacker(std::string folder)
       : use_(std::make_shared<OffloadUse>(std::move(folder))) {}
 
   c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& tensor) override {
+    if (may_write_what_it_saves()) {
+      if (is_parameter(tensor)) return c10::make_intrusive<KeptTensor>(tensor);
+      return unfinished_.emplace_back(c10::make_intrusive<UnfinishedTensor>(tensor));
+    }
+    finish();
     if (RangePointer range = use_->store(tensor)) {
       return c10::make_intrusive<OffloadedTensor>(tensor, use_, std::move(range));
     }
     return c10::make_intrusive<KeptTensor>(tensor);
   }
 
+  bool watches_operators() const override { return true; }
+
+  // Nobody is left to be told that there is no room: what finds none is kept.
+  void end() noexcept override {
+    try {
+      finish();
+    } catch (const std::exception&) {
+    }
+  }
+
  private:
+  void finish() {
+    for (const auto& one : std::exchange(unfinished_, {})) one->finish(use_);
+  }
+
   std::shared_ptr<OffloadUse> use_;
+  std::vector<c10::intrusive_ptr<UnfinishedTensor>> unfinished_;
 };
 
 }  // namespace

@@ -24,6 +24,9 @@ namespace trireme {
 // * what is more than a plain tensor: sparse, quantized or nested ones, and subclasses;
 // * tensors of the CPU, where there is no folder.
 //
+// An operator that has yet to write what it saves (see operator_watch.h) ends first: its tensors
+// leave when the next operator saves, or when the function is over.
+//
 // From a device memory is copied to pinned memory beside what is computed, and goes when that is
 // done. A backward that comes to the first tensor of a use of checkpoint() begins to bring back all
 // of this use and of the use before. With a folder the device waits until its memory is written.

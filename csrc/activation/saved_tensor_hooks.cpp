@@ -132,10 +132,15 @@ void SavedTensorHooks::use(SavedTensorHooks& hooks) {
   carry_to_workers([] { return get().carried(); });
 }
 
-PackerGuard::PackerGuard(c10::intrusive_ptr<TensorPacker> packer) {
-  SavedTensorHooks::get().push(std::move(packer));
+PackerGuard::PackerGuard(c10::intrusive_ptr<TensorPacker> packer) : packer_(std::move(packer)) {
+  SavedTensorHooks::get().push(packer_);
+  if (packer_->watches_operators()) watch_.emplace();
 }
 
-PackerGuard::~PackerGuard() { SavedTensorHooks::get().pop(); }
+PackerGuard::~PackerGuard() {
+  watch_.reset();
+  SavedTensorHooks::get().pop();
+  packer_->end();
+}
 
 }  // namespace trireme

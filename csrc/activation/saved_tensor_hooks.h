@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/activation/kept_results.h>
+#include <trireme/activation/operator_watch.h>
 #include <trireme/common/export.h>
 
 #include <ATen/core/Tensor.h>
@@ -11,6 +12,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -44,6 +46,12 @@ class TRIREME_API TensorPacker : public c10::intrusive_ptr_target {
 
   // Says whether tensors are counted in the order in which one thread saves them.
   virtual bool is_ordered() const { return false; }
+
+  // Says whether pack() asks may_write_what_it_saves().
+  virtual bool watches_operators() const { return false; }
+
+  // Hears that nothing more is saved.
+  virtual void end() noexcept {}
 };
 
 // How packers get onto the stack of a thread. Torch keeps that stack in Python objects: where
@@ -88,6 +96,10 @@ class TRIREME_API PackerGuard {
   ~PackerGuard();
   PackerGuard(const PackerGuard&) = delete;
   PackerGuard& operator=(const PackerGuard&) = delete;
+
+ private:
+  c10::intrusive_ptr<TensorPacker> packer_;
+  std::optional<OperatorWatch> watch_;
 };
 
 }  // namespace trireme

@@ -32,7 +32,8 @@ struct Place {
 struct Places final : ModuleFace {
   std::vector<Place> places;
   std::vector<py::object> sharded;
-  std::vector<py::object> unsharded;  // what modules show
+  std::vector<py::object> unsharded;   // what modules show
+  std::vector<c10::Storage> storages;  // sharded ones have these, without values
 
   // Dropped under the GIL.
   static std::shared_ptr<Places> make() {
@@ -75,6 +76,31 @@ struct Places final : ModuleFace {
     }
   }
 
+  static const c10::Storage& storage_of(const py::object& tensor) {
+    return THPVariable_Unpack(tensor.ptr()).unsafeGetTensorImpl()->unsafe_storage();
+  }
+
+  // Says whether `.data =` has given a sharded parameter the storage of another DTensor. Torch
+  // leaves its local tensor, and so its values, as they were.
+  bool was_given_data(size_t parameter, const ParamGroup& group) const {
+    const py::object local = sharded[parameter].attr("_local_tensor");
+    return storages[parameter].unsafeGetStorageImpl() !=
+               storage_of(sharded[parameter]).unsafeGetStorageImpl() &&
+           THPVariable_Unpack(local.ptr()).unsafeGetTensorImpl() ==
+               group.params()[parameter].sharded().unsafeGetTensorImpl();
+  }
+
+  // Returns those to which that has happened since this was asked.
+  std::vector<size_t> take_given_data(const ParamGroup& group) {
+    std::vector<size_t> given;
+    for (size_t i = 0; i < sharded.size(); ++i) {
+      if (!was_given_data(i, group)) continue;
+      given.push_back(i);
+      storages[i] = storage_of(sharded[i]);
+    }
+    return given;
+  }
+
   // Says whether modules hold the sharded parameters, and these the shards.
   bool are_settled(const ParamGroup& group) const {
     if (group.is_shown()) return true;
@@ -88,7 +114,7 @@ struct Places final : ModuleFace {
       const ShardedParam& param = group.params()[i];
       if (THPVariable_Unpack(local.ptr()).unsafeGetTensorImpl() !=
               param.sharded().unsafeGetTensorImpl() ||
-          !param.lies_in_store())
+          !param.lies_in_store() || was_given_data(i, group))
         return false;
     }
     return true;
@@ -148,6 +174,7 @@ void set_places(PyParamGroup& self, std::vector<Place> places,
   held->places = std::move(places);
   held->sharded = sharded;
   held->unsharded = unsharded;
+  for (const py::object& one : sharded) held->storages.push_back(Places::storage_of(one));
   std::vector<at::Tensor> shown;
   for (const py::object& tensor : unsharded) shown.push_back(py::cast<at::Tensor>(tensor));
   self.places = held;
@@ -281,6 +308,8 @@ void init_param_group(py::module_& module) {
            py::arg("unsharded"))
       .def_property_readonly(
           "is_settled", [](const Group& self) { return self.places->are_settled(*self.group); })
+      .def("take_given_data",
+           [](const Group& self) { return self.places->take_given_data(*self.group); })
       .def_property_readonly("is_shown", [](const Group& self) { return self.group->is_shown(); })
       .def_property_readonly("has_unsharded",
                              [](const Group& self) { return self.group->has_unsharded(); })

@@ -1,5 +1,6 @@
 #include <trireme/grad/arming.h>
 
+#include <trireme/module/abandoned_nodes.h>
 #include <trireme/module/backward_error.h>
 #include <trireme/module/output_hook.h>
 
@@ -19,7 +20,9 @@ class Arming::Scope {
  public:
   explicit Scope(std::shared_ptr<BackwardSteps> steps) : steps_(std::move(steps)) {}
   ~Scope() {
-    if (!finished_) steps_->abandon_backward(error_.text());
+    if (finished_) return;
+    steps_->abandon_backward(error_.text());
+    free_abandoned_nodes();
   }
   Scope(const Scope&) = delete;
   Scope& operator=(const Scope&) = delete;

@@ -93,6 +93,15 @@ void Bucket::begin_step(bool shadow) {
   }
 }
 
+void Bucket::leave_empty(size_t index) {
+  Slot& slot = slots_[index];
+  slot.empty = true;
+  if (slot.origin != GradOrigin::kInPlace) return;
+  const at::Tensor& grad = parameter(index).grad();
+  grad.set_data(grad.clone());
+  slot.origin = GradOrigin::kForeign;
+}
+
 void Bucket::check_dtype(const at::Tensor& grad, const Slot& slot) const {
   const at::ScalarType given = grad.scalar_type();
   TORCH_CHECK(given == slot.dtype || given == plan_.dtype,

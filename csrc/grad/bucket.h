@@ -79,8 +79,8 @@ class TRIREME_API Bucket {
   virtual void begin_step(bool shadow);
 
   // Makes the slot hold zeros in this step, whatever .grad its parameter has: the parameter is no
-  // longer what the slot was planned for.
-  void leave_empty(size_t slot) { slots_[slot].empty = true; }
+  // longer what the slot was planned for. A .grad that lies in the buffer moves out of it.
+  void leave_empty(size_t slot);
 
   // Hears that the gradient of `slot` was accumulated (perhaps not for the first time in this
   // step). Divides it by writing it times `scale`, where that can be done at once.

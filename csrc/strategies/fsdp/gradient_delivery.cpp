@@ -1,8 +1,11 @@
 #include <trireme/strategies/fsdp/gradient_delivery.h>
 
+#include <trireme/strategies/fsdp/owner_landing.h>
+
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <string>
@@ -62,9 +65,12 @@ void GradientDelivery::keep(const std::vector<int64_t>& parameters) {
 void GradientDelivery::receive(const std::vector<int64_t>& parameters) {
   const std::vector<at::Tensor> parts = take(parameters);
   for (size_t i = 0; i < parts.size(); ++i) {
-    at::Tensor& grad = param(parameters[i]).sharded().mutable_grad();
-    if (grad.defined()) wait();  // what is added is read now
-    grad.defined() ? void(grad.add_(parts[i])) : void(grad = parts[i]);
+    const at::Tensor& sharded = param(parameters[i]).sharded();
+    at::Tensor& grad = sharded.mutable_grad();
+    const bool has_hooks = !torch::autograd::impl::hooks(sharded).empty();
+    if (grad.defined() || has_hooks) wait();  // what is added, or shown, is read now
+    const at::Tensor part = shown_to_hooks(sharded, parts[i]);
+    grad.defined() ? void(grad.add_(part)) : void(grad = part);
   }
 }
 

@@ -1,11 +1,19 @@
 #include <trireme/strategies/fsdp/owner_landing.h>
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <utility>
 
 namespace trireme {
+
+at::Tensor shown_to_hooks(const at::Tensor& leaf, at::Tensor gradient) {
+  if (torch::autograd::impl::get_autograd_meta(leaf) == nullptr) return gradient;
+  for (const auto& hook : torch::autograd::impl::hooks(leaf)) gradient = (*hook)({gradient})[0];
+  return gradient;
+}
 
 void OwnerLanding::begin(BucketLayout& layout) {
   Landing::begin(layout);
@@ -123,6 +131,7 @@ void OwnerLanding::deliver(Bucket& bucket, size_t slot) {
   if (scale != 1) part.mul_(scale);
   if (const at::ScalarType dtype = dtype_of(index); part.scalar_type() != dtype)
     part = part.to(dtype);
+  part = shown_to_hooks(owner, std::move(part));
   at::Tensor& grad = owner.mutable_grad();
   grad.defined() ? void(grad.add_(part)) : void(grad = std::move(part));
   parameter(index).mutable_grad().reset();

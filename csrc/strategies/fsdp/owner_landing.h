@@ -17,6 +17,10 @@ struct OwnSum {
   int64_t longest = 0;  // elements that any of the ranks has
 };
 
+// Returns what the hooks of register_hook() on a leaf make of its gradient: nothing accumulates
+// into the leaf of a shard by way of autograd, which would call them.
+TRIREME_API at::Tensor shown_to_hooks(const at::Tensor& leaf, at::Tensor gradient);
+
 // This rank's part of the average goes to an owner: a leaf over its shard, whose .grad it becomes,
 // or is added to. The .grad of the parameter itself is what this rank contributes; it is undefined
 // after the reduction. Sums may wait, with their rank, for a later backward that sums them up over

@@ -349,6 +349,8 @@ void Zero::gather_shards() {
 }
 
 // What the user put elsewhere (load_state_dict(assign=True), p.data =) comes back into the store.
+// Autograd forgets the node of a parameter that was cast or set_(), as torch::load does, and with
+// it the hook that brings gradients here.
 void Zero::settle_storages() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (!is_moved(i)) continue;
@@ -359,6 +361,7 @@ void Zero::settle_storages() {
     parameter.set_data(places_[i]);
   }
   own_memory_.clear();
+  if (reducer_) reducer_->notice_changes();
 }
 
 void Zero::set_synchronize(bool synchronize) {

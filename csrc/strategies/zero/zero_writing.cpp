@@ -153,6 +153,7 @@ void Zero::end_writing_shards() {
 void Zero::drop_writes() {
   if (!std::exchange(writing_, false)) return;
   for (size_t i = 0; i < parameters_.size(); ++i) parameters_[i].set_data(places_[i]);
+  if (reducer_) reducer_->notice_changes();
 }
 
 }  // namespace trireme

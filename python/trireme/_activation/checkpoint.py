@@ -220,6 +220,12 @@ class _Options:
                 "Pass True for the memory of the host.",
                 kind=TypeError,
             )
+        if not isinstance(self.offload, bool) and not os.fspath(self.offload):
+            refuse(
+                f"got {self.offload!r} as offload, expected a bool or a folder",
+                "Look whether the variable with the folder is set, or pass True for the memory of "
+                "the host.",
+            )
         if self.offload is not False:
             self._check_offload()
 

@@ -240,6 +240,13 @@ def check_units(modules: Sequence[nn.Module], is_unit: Callable[[nn.Module], boo
             )
 
 
+def _place_of(name: str, module: nn.Module, names: dict[nn.Module, str]) -> str:
+    """Where a parameter is; what was sharded itself has no name, and is described."""
+    if names[module]:
+        return f"'{names[module]}.{name}'"
+    return f"'{name}' of {type(module).__name__}({module.extra_repr()})"
+
+
 def check_free(
     modules: Sequence[nn.Module], inner_units: Sequence[Any], names: dict[nn.Module, str]
 ) -> None:
@@ -249,6 +256,6 @@ def check_free(
         for name, param in module._parameters.items():
             if param is not None and (id(param) in taken or hasattr(param, "_trireme_sharded")):
                 refuse(
-                    f"got '{names[module]}.{name}', which an inner unit shares",
+                    f"got {_place_of(name, module, names)}, which an inner unit shares",
                     "Put both modules into one unit: fully_shard([a, b]).",
                 )

@@ -117,9 +117,12 @@ class ShardedParameter:
             )
 
     def receive(self, part: torch.Tensor) -> None:
-        """``part`` of the averaged gradient becomes ``.grad``, or is added to it."""
+        """``part`` of the averaged gradient becomes ``.grad``, or is added to it, between the
+        user's hooks."""
         param = self.sharded
         assert param is not None
+        for hook in user_hooks(param, "_backward_hooks"):
+            part = self._hooked(hook, part)
         grad = param.grad
         if grad is None:
             try:
@@ -131,9 +134,42 @@ class ShardedParameter:
             with torch.no_grad():
                 local = grad.to_local() if isinstance(grad, DTensor) else grad
                 local.add_(part)
-        hooks = getattr(param, "_post_accumulate_grad_hooks", None)
-        for hook in tuple(hooks.values()) if hooks else ():
+        for hook in user_hooks(param, "_post_accumulate_grad_hooks"):
             hook(param)
+
+    def _hooked(self, hook: Callable[..., Any], part: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part of what a hook of ``register_hook`` makes of a gradient."""
+        given = self.as_dtensor(part)
+        made = hook(given)
+        if made is None:
+            return part
+        if not isinstance(made, DTensor):
+            refuse(
+                f"got {type(made).__name__} from a hook on '{self.name}', expected a DTensor like "
+                "the gradient, or None",
+                "Return what is computed of the gradient that the hook gets.",
+                kind=TypeError,
+            )
+        spec = (made.shape, made.dtype, made.placements)
+        if made.device_mesh != given.device_mesh or spec != (
+            given.shape,
+            given.dtype,
+            given.placements,
+        ):
+            refuse(
+                f"got {made.dtype} of shape {tuple(made.shape)} placed {made.placements} from a "
+                f"hook on '{self.name}', expected {given.dtype} of shape {tuple(given.shape)} "
+                f"placed {given.placements}",
+                "Return a gradient like the one that the hook gets.",
+                kind=RuntimeError,
+            )
+        return local_of(made)
+
+
+def user_hooks(param: torch.Tensor, kind: str) -> tuple[Callable[..., Any], ...]:
+    """The hooks that a user has registered on ``param``; ``kind`` is torch's dictionary of them."""
+    hooks = getattr(param, kind, None)
+    return tuple(hooks.values()) if hooks else ()
 
 
 def collect(
@@ -208,6 +244,9 @@ def shard(group: ParamGroup, params: Sequence[ShardedParameter], mesh: FsdpMesh)
             group.write_whole(index, given.detach())
         sharded = nn.Parameter(param.as_dtensor(local), requires_grad=original.requires_grad)
         sharded.__dict__.update(original.__dict__)
+        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if user_hooks(original, kind):  # their handles know this dictionary
+                setattr(sharded, kind, getattr(original, kind))
         param.become(sharded)
         param.compute_with(wholes[index], requires_grad=original.requires_grad)
         original._trireme_sharded = param.name  # type: ignore[attr-defined]
@@ -277,7 +316,15 @@ def adopt(
 
     Raises:
         ValueError: it does not fit.
+        RuntimeError: it was lost, because torch has not put it there.
     """
+    if lost := group.take_given_data():
+        refuse(
+            f"got '{params[lost[0]].name}' with another .data, which a DTensor does not take over: "
+            "its values are those from before",
+            "Write in place: with torch.no_grad(): param.copy_(values).",
+            kind=RuntimeError,
+        )
     for index, param in enumerate(params):
         module, name = param.places[0]
         given = module._parameters[name]

@@ -20,6 +20,7 @@ from trireme._fsdp.comms import (
     say_no_memory,
     use_reduce_scatter,
 )
+from trireme._fsdp.params import user_hooks
 
 if TYPE_CHECKING:
     from trireme._fsdp.mesh import FsdpMesh
@@ -186,8 +187,8 @@ def _reads_at_once(param: ShardedParameter) -> bool:
     """Whether ``receive()`` reads a gradient, or lets the user do so, before backward is over."""
     sharded = param.sharded
     assert sharded is not None
-    hooks = getattr(sharded, "_post_accumulate_grad_hooks", None)
-    return sharded.grad is not None or bool(hooks)
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return sharded.grad is not None or any(user_hooks(sharded, kind) for kind in kinds)
 
 
 def units_in(module: nn.Module) -> list[FsdpUnit]:

@@ -163,6 +163,34 @@ TEST_CASE("tensors of all kinds come back as they were") {
   check(torch::randn({20000, 128}).narrow(1, 3, 1), false);  // a column: its storage stays
 }
 
+TEST_CASE("operators that write what they have saved: bits of a plain call, also recomputed") {
+  const TemporaryFolder folder;
+  CheckpointOptions late;
+  late.early_stop = false;
+  const std::vector<std::function<Tensor(const Tensor&)>> functions = {
+      [](const Tensor& x) { return at::rrelu(x, 0.1, 0.9, /*training=*/true); },
+      [](const Tensor& x) { return at::rrelu(x.exp(), 0.1, 0.9, /*training=*/true); },
+      [](const Tensor& x) { return at::rrelu(x, 0.1, 0.9, /*training=*/true).exp().sin(); },
+      [](const Tensor& x) {
+        Tensor twice = x.mul(2);
+        return at::rrelu_(twice, 0.1, 0.9, /*training=*/true);
+      }};
+  for (const auto& function : functions) {
+    const auto run = [&](const std::function<Tensor(const Tensor&)>& call) {
+      torch::manual_seed(7);
+      const Tensor x = leaf(), result = call(x);
+      return std::vector<Tensor>{result, grad({result.square().sum()}, {x}).front(),
+                                 torch::rand({})};
+    };
+    const auto plain = run(function);
+    for (const CheckpointOptions& options : {CheckpointOptions{}, late, offload_to(folder.path)}) {
+      CAPTURE(&function - functions.data(), options.early_stop, options.offload.has_value());
+      CHECK(same_bits(
+          run([&](const Tensor& x) { return trireme::checkpoint(options, function, x); }), plain));
+    }
+  }
+}
+
 TEST_CASE("what is more than a plain tensor is kept") {
   const TemporaryFolder folder;
   const auto packer = make_offload_packer({folder.path});

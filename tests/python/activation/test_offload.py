@@ -154,6 +154,8 @@ def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         with raises(ValueError, f"got '{none}' to offload to, expected a", form=RANKLESS_FORM):
             trireme.checkpoint(torch.exp, rows(), offload=none)
+    with raises(ValueError, "got '' as offload, expected a bool or a", form=RANKLESS_FORM):
+        trireme.checkpoint(torch.exp, rows(), offload="")  # a variable that is not set
     text = "cannot offload 65536 bytes to a file in '/proc'"
     with raises(RuntimeError, text, "Make room there", form=RANKLESS_FORM):
         trireme.checkpoint(torch.exp, rows(), offload="/proc")

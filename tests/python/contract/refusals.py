@@ -88,6 +88,7 @@ TEXTS: dict[str, dict[str, str]] = {
         "sparse": "got 'weight' of layout torch.sparse_coo",
         "meta": "got parameter 'weight' on the meta device ... to_empty",
         "tied to an inner unit": "got '1.weight', which an inner unit ... fully_shard([a, b])",
+        "tied units": "got 'weight' of Linear(in_features=4, out_features=4 ... inner unit shares",
         "inner unit first": "got a first forward of FSDPSequential after one of FSDPLinear",
         "two roots": "got 2 modules as the outermost unit",
         "reshard later": "expected a bool",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -45,6 +47,31 @@ def test_a_backward_that_raises_on_one_rank(rank: int, strategy: Strategy) -> No
                 handle.remove()
             for step in range(10, 13) if strategy.recovers else ():
                 strategy.train_both(ours, one, step)
+
+
+class Held:
+    """What a hook in a graph holds."""
+
+
+@on_every_strategy(needs=("ranks", "passes", "recovers"))
+def test_an_abandoned_backward_keeps_no_graph(rank: int, strategy: Strategy) -> None:
+    """Autograd drops what it has queued and not run, though no other backward follows."""
+    ours = strategy.pair(mlp)[0]
+    ours.train(0)
+    queued, held = torch.ones(3, requires_grad=True) * 2, Held()
+    queued.register_hook(lambda gradient, held=held: None)
+    alive = weakref.ref(held)
+    loss = queued.sum() + ours.loss(1)
+    del held, queued
+    if rank == 0:
+        handle = middle_layer(ours.model).register_full_backward_hook(break_it)
+    with strategy.abandons(ours, 0):
+        loss.backward()
+    if rank == 0:
+        handle.remove()
+    del loss
+    gc.collect()
+    assert alive() is None
 
 
 @on_every_strategy(needs=("passes", "runs_alone"))

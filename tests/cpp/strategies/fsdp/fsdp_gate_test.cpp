@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <catch_torch.h>
+#include <functional>
 #include <limits>
 #include <sstream>
 #include <strategies/fsdp/fsdp_ranks.h>
@@ -206,6 +207,62 @@ TEST_CASE("shards are written before the first forward, after a step, and after 
   });
   for (const Texts& texts : said)
     CHECK(texts == Texts{"no error", "2", "no error", "4", "no error", "6"});
+}
+
+TEST_CASE("what moves shards is taken over, and the next step is that of one process") {
+  constexpr double kFactor = 0.9;
+  const std::vector<std::function<void(at::Tensor&)>> writes = {
+      [](at::Tensor& it) { it.mul_(kFactor); }, [](at::Tensor& it) { it.data().mul_(kFactor); },
+      [](at::Tensor& it) { it.set_data(it.detach() * kFactor); },
+      [](at::Tensor& it) { it.set_(it.detach() * kFactor); }};
+  const SGDOptions options = SGDOptions(0.1).momentum(0.9);
+  for (size_t number = 0; number <= writes.size(); ++number) {  // the last one loads
+    // Before the first step, after one, and between a backward and its step; gradients stay.
+    const auto train = [&](auto& model, auto& optimizer, const auto& change, RankOf where) {
+      change();
+      fsdp_step(model, optimizer, 0, where);
+      change();
+      model->forward(part_of_batch(1, where)).backward();
+      trireme::step(optimizer);
+      model->forward(part_of_batch(2, where)).backward();
+      change();
+      trireme::step(optimizer);
+      fsdp_step(model, optimizer, 3, where);
+    };
+    UnevenNet one;
+    SGD plain(one->parameters(), options);
+    const auto change_one = [&] {
+      const at::NoGradGuard no_grad;
+      for (const at::Tensor& parameter : one->parameters()) parameter.mul_(kFactor);
+    };
+    train(one, plain, change_one, RankOf{0, 1});
+    for (const Engine engine : {Engine::kShm, Engine::kGloo}) {
+      CAPTURE(number, static_cast<int>(engine));
+      const auto found = on_ranks<Values>(2, engine, [&](ThreadRank& rank) {
+        UnevenNet net;
+        auto model = fully_shard(net, over(rank));
+        SGD optimizer(model->parameters(), options);
+        const auto change = [&] {
+          std::stringstream file;
+          if (number == writes.size()) {
+            UnevenNet changed;
+            const Values whole = whole_values(*model, net->parameters());
+            for (size_t i = 0; i < whole.size(); ++i)
+              changed->parameters()[i].set_data(whole[i] * kFactor);
+            torch::save(changed, file);
+          }
+          model->begin_writing();
+          const at::NoGradGuard no_grad;
+          if (number == writes.size()) return torch::load(model, file);
+          for (at::Tensor& shard : model->parameters()) writes[number](shard);
+        };
+        train(model, optimizer, change, rank.where);
+        return whole_values(*model, net->parameters());
+      });
+      for (const Values& values : found)
+        CHECK(count_unlike(values, values_of(one->parameters())) == 0);
+    }
+  }
 }
 
 TEST_CASE("one rank evaluates between steps, more often than the others") {

@@ -37,6 +37,39 @@ std::vector<Seen> train_with_hook(int64_t world, float factor) {
 
 }  // namespace
 
+TEST_CASE(
+    "hooks of register_hook on a shard see this rank's part of the average, and may change it") {
+  for (const Engine engine : {Engine::kShm, Engine::kGloo}) {
+    const auto found = on_ranks<Values>(2, engine, [](ThreadRank& rank) {
+      UnevenNet net;
+      auto model = fully_shard(net, over(rank));
+      SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1));
+      at::Tensor shard = model->named_parameters()["first.weight"], seen;
+      const unsigned hook = shard.register_hook([&](const at::Tensor& gradient) {
+        seen = gradient.clone();
+        return gradient * 2;
+      });
+      for (int64_t step = 0; step < 3; ++step) {
+        fsdp_step(model, optimizer, step, rank.where);
+        TORCH_CHECK(at::equal(shard.grad(), seen * 2));
+      }
+      shard.remove_hook(hook);
+      fsdp_step(model, optimizer, 3, rank.where);
+      return whole_values(*model, net->parameters());
+    });
+    UnevenNet one;
+    SGD optimizer(one->parameters(), torch::optim::SGDOptions(0.1));
+    one->first->weight.register_hook([](const at::Tensor& gradient) { return gradient * 2; });
+    train(one, optimizer, 3);
+    one->first->weight.remove_hook(0);
+    optimizer.zero_grad();
+    one->forward(whole_batch(3), false).backward();
+    optimizer.step();
+    for (const Values& values : found)
+      CHECK(count_unlike(values, values_of(one->parameters())) == 0);
+  }
+}
+
 TEST_CASE("a hook changes the gradients that the optimizer sees, once per backward") {
   for (const int64_t world : {1, 3}) {
     CAPTURE(world);
