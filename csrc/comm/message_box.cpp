@@ -17,6 +17,8 @@ namespace {
 
 constexpr const char* kBoxArea = "message_box";
 constexpr int64_t kMessages = 256;  // that a lane holds
+// A call without tensors, and an error that says why a larger message has no slot, get through.
+constexpr int64_t kReserveBytes = 16 << 10;
 // An engine does not tell which of its messages have come; it keeps so much until it waits for one.
 constexpr int64_t kBytesByEngine = 4 << 20;
 // Tensors of a message that is not larger are copied: its slot is free at once, and a queue of many
@@ -91,7 +93,7 @@ MessageBox::MessageBox(Communicator& communicator)
       if (from != to)
         requests.push_back({from, to, kMessages,
                             "box " + std::to_string(from) + " to " + std::to_string(to),
-                            kBytesByEngine, true});
+                            kBytesByEngine, true, kReserveBytes});
   if (!requests.empty()) channels_ = make_channels(communicator, requests);
   connect(requests);
 }
@@ -182,7 +184,12 @@ bool MessageBox::try_send(Lane& lane, const TensorMessage& message, const std::s
   const std::lock_guard lock(lane.mutex);
   if (!lane.why_gone.empty()) refuse_gone(lane.why_gone, label, where_);
   if (!lane.sender->has_room()) return false;
-  lane.sender->send(message, label);
+  try {
+    lane.sender->send(message, label);
+  } catch (const c10::DistBackendError&) {
+    if (!lane.sender->may_find_memory()) throw;
+    return false;
+  }
   return true;
 }
 
@@ -190,6 +197,10 @@ bool MessageBox::has_room(int64_t to) const {
   const Lane& lane = *lanes_[static_cast<size_t>(to)];
   const std::lock_guard lock(lane.mutex);
   return !lane.why_gone.empty() || lane.sender->has_room();
+}
+
+bool MessageBox::reaches_devices(int64_t to) const {
+  return lanes_[static_cast<size_t>(to)]->by_engine;
 }
 
 bool MessageBox::try_end(int64_t to) {
@@ -228,8 +239,8 @@ void MessageBox::take_of(Lane& lane, std::vector<Arrival>& arrivals) {
   try {
     while (!lane.ended && lane.receiver->has_message().value_or(false)) {
       Arrival arrival{lane.rank, lane.receiver->receive(0, 0, "a message")};
-      lane.receiver->done_with_one();
       own_small_tensors(arrival.message);
+      lane.receiver->done_with_one();  // by now its slot is free
       if (says(arrival.message, kEnd)) {
         lane.ended = true;
       } else if (!says(arrival.message, kHeartbeat)) {

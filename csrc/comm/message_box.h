@@ -30,7 +30,7 @@ namespace trireme {
 class TRIREME_API MessageBox {
  public:
   // The communicator is used by nobody else and outlives the box. Collective; throws what
-  // make_channels() does. Memory per pair of ranks: 30 KiB, and what its messages take.
+  // make_channels() does. Memory per pair of ranks: 46 KiB, and what its messages take.
   explicit MessageBox(Communicator& communicator);
   // A thread whose rank has not posted its last message is left behind: no engine ends a receive.
   ~MessageBox();
@@ -43,6 +43,8 @@ class TRIREME_API MessageBox {
   // cannot be sent.
   bool try_post(int64_t to, const TensorMessage& message, const std::string& label);
   bool has_room(int64_t to) const;
+  // Says whether messages to a rank may have tensors on devices.
+  bool reaches_devices(int64_t to) const;
 
   struct Arrival {
     int64_t from = 0;

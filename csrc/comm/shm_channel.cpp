@@ -44,7 +44,7 @@ std::byte* ShmTensorSender::slot_for(int64_t bytes, const std::string& label) {
         fault.kind(),
         error_text(kChannelArea,
                    "got no slot for the " + name_.sending(label) + ": " + fault.what(), name_.where,
-                   "Cut the batch into more micro-batches, or give it more memory."));
+                   "Send less at one time (a pipeline: more micro-batches), or let it have more."));
   }
 }
 

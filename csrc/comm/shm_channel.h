@@ -17,6 +17,7 @@ class ShmTensorSender final : public TensorSender {
 
   void send(const TensorMessage& message, const std::string& label) override;
   bool has_room() const override { return !slots_.is_full(); }
+  bool may_find_memory() const override { return slots_.was_refused_for_now(); }
   bool is_drained() override { return slots_.is_drained(); }
 
  private:

@@ -93,7 +93,7 @@ HostPlan plan_of(const Requests& requests, Host* host) {
     const size_t home = host_of.at(requests[i].from);
     if (home != host_of.at(requests[i].to)) continue;
     plan.offsets[i] = bytes[home];
-    bytes[home] += shm::channel_bytes(requests[i].slots);
+    bytes[home] += shm::channel_bytes(requests[i].slots, requests[i].reserve_bytes);
     plan.bytes = std::max(plan.bytes, bytes[home]);
   }
   return plan;
@@ -129,16 +129,17 @@ class Channels final : public TensorChannels {
       return std::find(members.begin(), members.end(), rank) - members.begin();
     };
     const auto& segment = memory.memory.segment;
-    const shm::ChannelEnd end{0, segment->data() + offset, request.slots, request.spares_group};
+    const auto end_towards = [&](int64_t rank) {
+      return shm::ChannelEnd{place(rank), segment->data() + offset, request.slots,
+                             request.spares_group, request.reserve_bytes};
+    };
     const auto keeps = std::const_pointer_cast<shm::Segment>(segment);
     if (is_from(request))
-      ends_[index].shm_sender = std::make_unique<ShmTensorSender>(
-          group, shm::ChannelEnd{place(request.to), end.memory, end.messages, end.spares_group},
-          name_of(request), keeps);
+      ends_[index].shm_sender = std::make_unique<ShmTensorSender>(group, end_towards(request.to),
+                                                                  name_of(request), keeps);
     if (is_to(request))
       ends_[index].shm_receiver = std::make_unique<ShmTensorReceiver>(
-          group, shm::ChannelEnd{place(request.from), end.memory, end.messages, end.spares_group},
-          name_of(request), keeps);
+          group, end_towards(request.from), name_of(request), keeps);
   }
 
   void connect_by_engine(size_t index, const ChannelRequest& request, int64_t number) {

@@ -35,10 +35,14 @@ class TRIREME_API TensorSender {
   // Waits while the receiver is not done with as many as the channel has slots. `label` names the
   // message in errors: "2F3". Throws TypeError for a
   // tensor that cannot be sent (sparse, nested, quantized, without memory, on a device that the
-  // channel does not reach), and c10::DistBackendError.
+  // channel does not reach), and c10::DistBackendError: also where there is no memory for it, or no
+  // file, after which the channel goes on.
   virtual void send(const TensorMessage& message, const std::string& label) = 0;
   // Says whether send() would not wait. An engine that cannot tell says yes.
   virtual bool has_room() const { return true; }
+  // Says after a send() that found no memory whether there may be some when the receiver is done
+  // with what is on its way.
+  virtual bool may_find_memory() const { return false; }
   // Says whether what was sent stays when this end goes: over the memory of a host, whether it was
   // received. An engine waits for that, and throws c10::DistBackendError as send() does.
   virtual bool is_drained() { return true; }
@@ -53,7 +57,8 @@ class TRIREME_API TensorReceiver {
   // written, and the sender's strides, if these leave no gap. It is on the CPU if the sender's was,
   // else on this rank's device of that type. Over shared memory it lies where the sender has put
   // it, which is used again when nobody holds a tensor of the message any more: who holds one
-  // longer than until done_with_one(), in any thread, keeps its memory and holds nobody up. Throws
+  // longer than until done_with_one(), in any thread, keeps its memory and holds nobody up. What is
+  // held beside a bounded number of others (shm/slot_channel.h) is copied first. Throws
   // c10::DistBackendError where nothing comes, and where what comes is not of that step and
   // micro-batch; the latter is then dropped.
   virtual TensorMessage receive(int64_t step, int64_t micro_batch, const std::string& label) = 0;
@@ -73,6 +78,9 @@ struct ChannelRequest {
   int64_t most_bytes = INT64_MAX;
   // Says that a rank which goes with a message on its way ends this channel and not the group.
   bool spares_group = false;
+  // What takes no more is sent over the memory of a host even where there is none for a slot. Such
+  // a channel has no room instead of none for a slot, as long as messages are on their way.
+  int64_t reserve_bytes = 0;
 };
 
 // Holds a rank's ends of channels. They go when all that was sent has been received: what is on its

@@ -81,8 +81,7 @@ void ChannelName::check_came(const TensorMessage& came, int64_t step, int64_t mi
                              where, "Run the same schedule on every rank."));
 }
 
-// Says why a tensor cannot be sent; empty if it can.
-std::string TensorPacking::why_not_sent(const at::Tensor& tensor) const {
+std::string why_not_sent(const at::Tensor& tensor) {
   if (tensor.is_nested()) return "is nested";
   if (tensor.is_quantized())
     return std::string("is quantized (") + c10::toString(tensor.scalar_type()) + ")";
@@ -90,11 +89,16 @@ std::string TensorPacking::why_not_sent(const at::Tensor& tensor) const {
   if (tensor.unsafeGetTensorImpl()->is_python_dispatch())
     return "is of a subclass that keeps its values in its own way";
   if (tensor.is_meta()) return "is on the device meta and has no values";
+  if (!tensor._is_zerotensor() && !tensor.has_storage()) return "has no memory of its own";
+  return {};
+}
+
+std::string TensorPacking::why_not_sent_here(const at::Tensor& tensor) const {
+  if (std::string why = why_not_sent(tensor); !why.empty()) return why;
   if (!tensor.is_cpu() && !reaches_devices_)
     return "is on " + tensor.device().str() + ", but goes through the memory of the host";
   if (!tensor.is_cpu() && device_ && *device_ != tensor.device())
     return "is on " + tensor.device().str() + ", beside others on " + device_->str();
-  if (!tensor._is_zerotensor() && !tensor.has_storage()) return "has no memory of its own";
   return {};
 }
 
@@ -108,7 +112,7 @@ void TensorPacking::plan(const TensorMessage& message, const std::string& label)
     scratch_.sizes.clear();
     scratch_.strides.clear();
     if (tensor.defined()) {
-      const std::string why = why_not_sent(tensor);
+      const std::string why = why_not_sent_here(tensor);
       TORCH_CHECK_TYPE(
           why.empty(),
           error_text(kChannelArea,

@@ -2,6 +2,7 @@
 
 #include <trireme/comm/tensor_channel.h>
 #include <trireme/common/error.h>
+#include <trireme/common/export.h>
 #include <trireme/shm/packed_tensors.h>
 
 #include <c10/core/Device.h>
@@ -33,6 +34,10 @@ struct ChannelName {
                   const std::string& label) const;
 };
 
+// Says why a tensor cannot be sent: "is nested", "has the layout Sparse"; empty if it can, unless
+// it is on a device.
+TRIREME_API std::string why_not_sent(const at::Tensor& tensor);
+
 // Writes the tensors of a message as a description and payloads: one for those in CPU memory, and
 // one for those on a device. It is used again for the next message, so that it allocates little.
 class TensorPacking {
@@ -54,7 +59,7 @@ class TensorPacking {
   void copy_into(std::byte* payload, std::byte* on_device, const TensorMessage& message) const;
 
  private:
-  std::string why_not_sent(const at::Tensor& tensor) const;
+  std::string why_not_sent_here(const at::Tensor& tensor) const;
 
   ChannelName name_;
   bool reaches_devices_;

@@ -43,8 +43,9 @@ struct LoadCheckpointOptions {
 // other ones. Of a Pipeline each rank saves and loads its stages, with its own optimizer, which has
 // the groups of the others'; what several ranks have (tied parameters) is saved once, under its
 // first name in the whole module, from the lowest rank that has it. A DistributedDataParallel
-// around the module changes no name. Without `optimizer`, parameters of a ZeroRedundancyOptimizer
-// are loaded while its writing() lives.
+// around the module changes no name. What is neither parameter nor buffer is not saved: what a
+// module writes in a save() of its own, or a RemoteModule that it has. Without `optimizer`,
+// parameters of a ZeroRedundancyOptimizer are loaded while its writing() lives.
 //
 // The optimizer is Adam, AdamW, SGD, Adagrad or RMSprop of torch::optim, or one derived from these
 // such as those of trireme::optim; what Python's class of that name has saved it loads, and the

@@ -11,9 +11,11 @@
 #include <filesystem>
 #include <fstream>
 #include <limits>
+#include <mutex>
 #include <sstream>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <utility>
@@ -40,14 +42,35 @@ class File {
 std::string text_of(int error) { return std::strerror(error); }
 
 Fault no_memory(int64_t bytes, int error) {
+  const int64_t free = free_memory_bytes();
+  // The kernel says so, too, where a process has too many maps.
+  const bool has_memory = error == ENOMEM && free >= bytes;
   return {
       FaultKind::kMemory,
       error_text("segment",
                  "got no memory to share (" + text_of(error) + "): needs " + std::to_string(bytes) +
-                     " bytes, free are " + std::to_string(free_memory_bytes()),
+                     " bytes, free are " + std::to_string(free),
                  {},
-                 "Raise the container's memory limit or the size of /dev/shm, or use fewer "
-                 "groups.")};
+                 has_memory ? "Raise vm.max_map_count, or keep fewer tensors of other ranks."
+                            : "Raise the container's memory limit or the size of /dev/shm, or use "
+                              "fewer groups.")};
+}
+
+bool is_out_of_files(int error) { return error == EMFILE || error == ENFILE; }
+
+// Says "Too many open files: the limit of this process is 1024".
+std::string text_of_files(int error) {
+  rlimit files{};
+  if (error != EMFILE || ::getrlimit(RLIMIT_NOFILE, &files) != 0) return text_of(error);
+  return text_of(error) + ": the limit of this process is " + std::to_string(files.rlim_cur);
+}
+
+Fault no_files(int error) {
+  return {
+      FaultKind::kMemory,
+      error_text("segment", "got no file for memory to share (" + text_of_files(error) + ")", {},
+                 error == EMFILE ? "Raise the limit (ulimit -n), or close files."
+                                 : "Raise fs.file-max of this machine, or close files.")};
 }
 
 std::string path_of(const SegmentAddress& address) {
@@ -62,6 +85,36 @@ int open_peers(const SegmentAddress& address) {
              ? ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK)
              : ::shm_open(path.c_str(), O_RDWR | O_CLOEXEC, 0);
 }
+
+// Keeps one file open, so that a process which has as many as it may can still map the memory of a
+// peer: that takes a file for a moment only.
+class SpareFile {
+ public:
+  static SpareFile& of_process() {
+    static auto* spare = new SpareFile;  // threads may outlive static objects
+    return *spare;
+  }
+  // Calls `open`, which returns a descriptor and sets errno, with one file more where it needs it.
+  // Whoever closes that calls refill().
+  template <typename Open>
+  int open_with_it(const Open& open) {
+    const std::lock_guard lock(mutex_);
+    int fd = open();
+    if (fd >= 0 || !is_out_of_files(errno) || fd_ < 0) return fd;
+    ::close(std::exchange(fd_, -1));
+    fd = open();
+    return fd;
+  }
+  void refill() {
+    const std::lock_guard lock(mutex_);
+    if (fd_ < 0) fd_ = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
+  }
+
+ private:
+  SpareFile() { refill(); }
+  std::mutex mutex_;
+  int fd_ = -1;
+};
 
 // Returns an errno.
 int reserve_range(int fd, int64_t begin, int64_t length) {
@@ -222,6 +275,7 @@ Segment Segment::make(SegmentKind kind, int64_t bytes, int64_t reserved_bytes, i
                       : ::shm_open(segment.address_.name().c_str(),
                                    O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, S_IRUSR | S_IWUSR));
   if (file.get() < 0) {
+    if (is_out_of_files(errno)) throw no_files(errno);
     throw Fault(FaultKind::kNotPossible,
                 error_text("segment", "got no shared memory object: " + text_of(errno), {},
                            "Allow memfd_create, or mount /dev/shm."));
@@ -244,9 +298,13 @@ Segment Segment::make(SegmentKind kind, int64_t bytes, int64_t reserved_bytes, i
 
 Segment Segment::open(const SegmentAddress& address, std::string& why_not, bool keeps_file) {
   const std::string path = path_of(address);
-  File file(open_peers(address));
+  struct Refill {
+    ~Refill() { SpareFile::of_process().refill(); }
+  };
+  const Refill refill;  // once the file is closed
+  File file(SpareFile::of_process().open_with_it([&] { return open_peers(address); }));
   if (file.get() < 0) {
-    why_not = "cannot open " + path + ": " + text_of(errno);
+    why_not = "cannot open " + path + ": " + text_of_files(errno);
     return {};
   }
   struct stat found{};

@@ -5,6 +5,9 @@
 #include <algorithm>
 #include <cstring>
 #include <iterator>
+#include <new>
+#include <sys/resource.h>
+#include <sys/statvfs.h>
 #include <utility>
 
 namespace trireme::shm {
@@ -13,6 +16,13 @@ namespace {
 constexpr std::string_view kArea = "slot_channel";
 constexpr int64_t kPage = 4096;
 constexpr auto kSlotBlockBytes = static_cast<int64_t>(sizeof(SlotBlock));
+
+// A pipeline of many micro-batches has so many on their way at one time.
+constexpr int64_t kMostLentSlots = 64;
+constexpr int64_t kLeastLentSlots = 4;
+constexpr int64_t kMostLentBytes = int64_t{1} << 30;
+// Slots take so large a part of what a process may have.
+constexpr int64_t kShareOfLimits = 8;
 
 // Returns an eighth more than asked for at most, in pages, so that messages which differ a little
 // fit the same slots.
@@ -25,6 +35,18 @@ int64_t rounded(int64_t bytes) {
 ChannelBlock& block_of(const ChannelEnd& end) {
   return *reinterpret_cast<ChannelBlock*>(end.memory);
 }
+
+int64_t in_lines(int64_t bytes) {
+  return (bytes + int64_t{kCacheLine} - 1) / int64_t{kCacheLine} * int64_t{kCacheLine};
+}
+
+// Returns where in the memory of a channel its reserve begins.
+int64_t reserve_begin(int64_t messages) {
+  return in_lines(static_cast<int64_t>(sizeof(ChannelBlock)) +
+                  messages * static_cast<int64_t>(sizeof(MessageHead)));
+}
+
+std::byte* reserve_of(const ChannelEnd& end) { return end.memory + reserve_begin(end.messages); }
 
 std::byte* head_at(const ChannelEnd& end, uint64_t sequence) {
   const uint64_t place = (sequence - 1) % static_cast<uint64_t>(end.messages);
@@ -47,10 +69,21 @@ std::string name_of(HostGroup& group, int64_t peer) {
 
 }  // namespace
 
-int64_t channel_bytes(int64_t messages) {
-  const int64_t bytes = static_cast<int64_t>(sizeof(ChannelBlock)) +
-                        messages * static_cast<int64_t>(sizeof(MessageHead));
-  return (bytes + int64_t{kCacheLine} - 1) / int64_t{kCacheLine} * int64_t{kCacheLine};
+int64_t channel_bytes(int64_t messages, int64_t reserve_bytes) {
+  return reserve_begin(messages) + in_lines(reserve_bytes);
+}
+
+LentMemory most_lent(SegmentKind kind, int64_t peers) {
+  LentMemory most{kMostLentSlots, kMostLentBytes};
+  rlimit files{};
+  if (::getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur != RLIM_INFINITY)
+    most.slots = std::clamp(static_cast<int64_t>(files.rlim_cur) / (kShareOfLimits * peers),
+                            kLeastLentSlots, kMostLentSlots);
+  struct statvfs memory{};
+  if (kind == SegmentKind::kNamed && ::statvfs("/dev/shm", &memory) == 0 && memory.f_blocks > 0)
+    most.bytes = std::min(most.bytes, static_cast<int64_t>(memory.f_blocks * memory.f_frsize) /
+                                          (kShareOfLimits * peers));
+  return most;
 }
 
 bool SlotSender::Slot::is_free() const {
@@ -58,13 +91,16 @@ bool SlotSender::Slot::is_free() const {
 }
 
 SlotSender::SlotSender(HostGroup& group, const ChannelEnd& end)
-    : group_(group), end_(end), block_(block_of(end)) {}
+    : group_(group),
+      end_(end),
+      block_(block_of(end)),
+      most_(most_lent(group.segment_kind(), std::max<int64_t>(group.world() - 1, 1))) {}
 
 SlotSender::~SlotSender() = default;
 
 bool SlotSender::is_full() const {
   const uint64_t done = block_.done.load(std::memory_order_acquire);
-  return sent_ >= done + static_cast<uint64_t>(end_.messages);
+  return sent_ >= done + static_cast<uint64_t>(end_.messages) || done < full_until_;
 }
 
 bool SlotSender::is_drained() const { return block_.done.load(std::memory_order_acquire) >= sent_; }
@@ -72,8 +108,9 @@ bool SlotSender::is_drained() const { return block_.done.load(std::memory_order_
 void SlotSender::wait(std::string_view errand) {
   check_usable(group_);
   const auto room = static_cast<uint64_t>(end_.messages);
-  if (sent_ < room) return;
-  group_.wait_beside(end_.peer, block_.done, sent_ + 1 - room, {errand, group_.timeout()});
+  const uint64_t done = std::max(sent_ < room ? 0 : sent_ + 1 - room, full_until_);
+  if (done == 0) return;
+  group_.wait_beside(end_.peer, block_.done, done, {errand, group_.timeout()});
 }
 
 // Takes the first free slot that is large enough, so that few are used, and stay in the caches.
@@ -84,11 +121,17 @@ std::byte* SlotSender::slot_for(int64_t bytes) {
   size_t fits = slots_.size();
   size_t replaced = slots_.size();
   int64_t free = 0;
+  busy_ = {};
+  was_refused_for_now_ = false;
   for (size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];
     // Whoever is done with it has mapped it.
     if (slot.sequence <= done) slot.segment.unlink_name();
-    if (!slot.is_free()) continue;
+    if (!slot.is_free()) {
+      ++busy_.slots;
+      busy_.bytes += slot.segment.bytes();
+      continue;
+    }
     ++free;
     if (!slot.segment || slot.segment.bytes() < needed) {
       replaced = std::min(replaced, i);
@@ -96,24 +139,48 @@ std::byte* SlotSender::slot_for(int64_t bytes) {
       fits = std::min(fits, i);
     }
   }
-  for (; free > end_.messages && slots_.back().is_free(); --free) slots_.pop_back();
+  drop_surplus(free);
   chosen_ = std::min(fits < slots_.size() ? fits : replaced, slots_.size());
   if (chosen_ == slots_.size()) slots_.emplace_back();
   Slot& slot = slots_[chosen_];
-  if (!slot.segment || slot.segment.bytes() < needed) {
-    slot.segment = Segment();  // first, so that there is room for the other one
-    slot.sequence = 0;
-    slot.segment = Segment::create(group_.segment_kind(), rounded(needed));
+  if (slot.segment && slot.segment.bytes() >= needed) return slot.segment.data() + kSlotBlockBytes;
+  try {
+    return make_slot(slot, needed);
+  } catch (const Fault& fault) {
+    if (fault.kind() != FaultKind::kMemory || end_.reserve_bytes == 0) throw;
+    // As it was when the slots were looked at: one that is free since will be found.
+    was_refused_for_now_ = done < sent_;
+    if (was_refused_for_now_) full_until_ = done + 1;
+    if (was_refused_for_now_ || bytes > end_.reserve_bytes) throw;
+    chosen_ = MessageHead::kReserve;
+    return reserve_of(end_);
   }
+}
+
+void SlotSender::drop_surplus(int64_t free) {
+  const int64_t kept = std::min(end_.messages, most_.slots);
+  for (; free > kept && slots_.back().is_free(); --free) slots_.pop_back();
+}
+
+std::byte* SlotSender::make_slot(Slot& slot, int64_t needed) {
+  slot.segment = Segment();  // first, so that there is room for the other one
+  slot.sequence = 0;
+  slot.segment = Segment::create(group_.segment_kind(), rounded(needed));
   return slot.segment.data() + kSlotBlockBytes;
 }
 
 void SlotSender::send(MessageHead head) {
-  Slot& slot = slots_[chosen_];
-  slot.sequence = head.sequence = ++sent_;
+  head.sequence = ++sent_;
   head.slot = static_cast<uint32_t>(chosen_);
   head.slots = static_cast<uint32_t>(slots_.size());
-  head.address = slot.segment.address();
+  if (chosen_ == MessageHead::kReserve) {
+    head.is_lent = false;
+  } else {
+    Slot& slot = slots_[chosen_];
+    slot.sequence = sent_;
+    head.address = slot.segment.address();
+    head.is_lent = busy_.slots < most_.slots && busy_.bytes + head.address.bytes <= most_.bytes;
+  }
   std::memcpy(head_at(end_, sent_), &head, sizeof(head));
   block_.sent.store(sent_, std::memory_order_seq_cst);
   ring(group_.block(end_.peer).bell);
@@ -122,9 +189,19 @@ void SlotSender::send(MessageHead head) {
 HeldSlot::HeldSlot(std::shared_ptr<const Segment> segment, uint64_t sequence)
     : segment_(std::move(segment)), sequence_(sequence), forks_(forks_so_far()) {}
 
+HeldSlot::HeldSlot(const std::byte* message, int64_t bytes)
+    : copy_(static_cast<std::byte*>(::operator new(static_cast<size_t>(std::max<int64_t>(bytes, 1)),
+                                                   std::align_val_t{kCacheLine}))) {
+  std::memcpy(copy_.get(), message, static_cast<size_t>(bytes));
+}
+
 HeldSlot::~HeldSlot() {
-  if (forks_ == forks_so_far())
+  if (segment_ && forks_ == forks_so_far())
     slot_block(*segment_).released.store(sequence_, std::memory_order_release);
+}
+
+void HeldSlot::Free::operator()(std::byte* memory) const {
+  ::operator delete(memory, std::align_val_t{kCacheLine});
 }
 
 SlotReceiver::SlotReceiver(HostGroup& group, const ChannelEnd& end)
@@ -144,16 +221,26 @@ SlotReceiver::Message SlotReceiver::take_message() {
   Message message;
   const MessageHead& head = message.head = next_head();
   // Each is at most the slot, so that sums of them do not overflow.
+  const bool in_reserve = head.slot == MessageHead::kReserve;
+  const int64_t room = in_reserve ? end_.reserve_bytes : head.address.bytes - kSlotBlockBytes;
   const auto fits = [&](int64_t bytes) {
-    return bytes >= 0 && bytes <= head.address.bytes && bytes < INT64_MAX / 4;
+    return bytes >= 0 && bytes <= room && bytes < INT64_MAX / 4;
   };
-  if (head.sequence != received_ + 1 || head.slot >= head.slots || !fits(head.description_bytes) ||
-      !fits(head.text_bytes) || !fits(head.payload_bytes) ||
-      head.bytes() > head.address.bytes - kSlotBlockBytes)
+  if (head.sequence != received_ + 1 || (!in_reserve && head.slot >= head.slots) ||
+      !fits(head.description_bytes) || !fits(head.text_bytes) || !fits(head.payload_bytes) ||
+      head.bytes() > room)
     report_overwritten(head);
-  message.slot = std::make_shared<HeldSlot>(map(head), head.sequence);
+  message.slot = held(head);
   ++received_;
   return message;
+}
+
+std::shared_ptr<HeldSlot> SlotReceiver::held(const MessageHead& head) {
+  if (head.slot == MessageHead::kReserve)
+    return std::make_shared<HeldSlot>(reserve_of(end_), head.bytes());
+  auto slot = std::make_shared<HeldSlot>(map(head), head.sequence);
+  if (head.is_lent) return slot;
+  return std::make_shared<HeldSlot>(slot->data(), head.bytes());
 }
 
 MessageHead SlotReceiver::next_head() const {

@@ -26,10 +26,16 @@ namespace trireme::shm {
 //
 // A sender waits while the receiver has not said of as many messages as the channel holds that it
 // is done with them. It never waits for a slot: whoever keeps what it has received for longer keeps
-// memory and holds nobody up, as with memory of its own. So there are at most as many slots as
-// messages were sent and not let go of at one time. A small free slot is replaced rather than
-// joined by a larger one. Once more slots are free than the channel holds messages, the last ones
-// go.
+// memory and holds nobody up. Each slot is an open file of the sender, though, and a map of both,
+// of which a process may have so many. So the sender lends a bounded number of slots, and of bytes.
+// Beyond that the receiver copies what it takes to memory of its own, and the slot is free at once.
+// A small free slot is replaced rather than joined by a larger one. Once more slots are free than
+// the channel holds messages, or would be lent, the last ones go.
+//
+// Where the system gives no memory, or no file, for a slot, a channel with a reserve sends what is
+// small enough, such as the error that says so, through that: it lies in the memory of the channel
+// itself, and the receiver always copies out of it. While messages are on their way such a channel
+// says that it is full instead, since their slots will be free.
 
 // Begins each slot; zeros are a free one.
 struct SlotBlock {
@@ -46,8 +52,9 @@ struct MessageHead {
   int64_t description_bytes = 0;
   int64_t text_bytes = 0;
   int64_t payload_bytes = 0;
-  uint32_t slot = 0;
-  uint32_t slots = 0;  // slots that the sender has
+  uint32_t slot = 0;    // kReserve: it lies in the reserve
+  uint32_t slots = 0;   // slots that the sender has
+  bool is_lent = true;  // the receiver may keep it in its slot
   SegmentAddress address{};
 
   int64_t payload_begin() const {
@@ -55,17 +62,28 @@ struct MessageHead {
            int64_t{kCacheLine};
   }
   int64_t bytes() const { return payload_begin() + payload_bytes; }
+  static constexpr uint32_t kReserve = UINT32_MAX;
 };
 static_assert(std::is_trivially_copyable_v<MessageHead>);
 
-// Begins the memory of a channel, before the ring of heads; zeros are an empty channel.
+// Begins the memory of a channel, before the ring of heads and the reserve; zeros are an empty
+// channel.
 struct ChannelBlock {
   alignas(kCacheLine) std::atomic<uint64_t> sent;
   alignas(kCacheLine) std::atomic<uint64_t> done;
 };
 
 // Returns the bytes of memory, shared by both ranks, of a channel for so many messages.
-TRIREME_API int64_t channel_bytes(int64_t messages);
+TRIREME_API int64_t channel_bytes(int64_t messages, int64_t reserve_bytes = 0);
+
+// What a sender lets its receiver keep at one time.
+struct LentMemory {
+  int64_t slots = 0;
+  int64_t bytes = 0;
+};
+// Returns what one of so many peers may keep, by the limit on open files of this process, and for
+// kNamed by the size of /dev/shm.
+TRIREME_API LentMemory most_lent(SegmentKind kind, int64_t peers);
 
 // Describes one end of a channel.
 struct ChannelEnd {
@@ -73,6 +91,7 @@ struct ChannelEnd {
   std::byte* memory = nullptr;  // channel_bytes(), zeros at first, aligned to a cache line
   int64_t messages = 1;         // that it holds at once
   bool spares_group = false;    // a peer that is gone with a message ends this channel alone
+  int64_t reserve_bytes = 0;    // for what is sent where there is no memory for a slot
 };
 
 // Sends. One thread at a time. Throws Fault, see HostGroup: then nothing was sent.
@@ -84,14 +103,17 @@ class TRIREME_API SlotSender {
   SlotSender(const SlotSender&) = delete;
   SlotSender& operator=(const SlotSender&) = delete;
 
+  // Says also whether a slot was refused, while messages are on their way whose slots will be free.
   bool is_full() const;
   // Says whether the receiver is done with all that was sent.
   bool is_drained() const;
   // Waits until it is not full. `errand` says in errors what for.
   void wait(std::string_view errand);
   // Returns memory for so many bytes of a message, aligned to a cache line; its next send() sends
-  // what was written there. The channel is not full.
+  // what was written there. The channel is not full. Throws Fault(kMemory), after which it may be.
   std::byte* slot_for(int64_t bytes);
+  // Says whether slot_for() found no memory last, while messages were on their way.
+  bool was_refused_for_now() const { return was_refused_for_now_; }
   // Sends what lies in the slot. Sequence, slot and address of the head are filled in.
   void send(MessageHead head);
   int64_t slots() const { return static_cast<int64_t>(slots_.size()); }
@@ -102,28 +124,41 @@ class TRIREME_API SlotSender {
     uint64_t sequence = 0;  // number of the last message in it
     bool is_free() const;
   };
+  void drop_surplus(int64_t free);
+  std::byte* make_slot(Slot& slot, int64_t needed);
+
   HostGroup& group_;
   ChannelEnd end_;
   ChannelBlock& block_;
+  LentMemory most_;
   std::vector<Slot> slots_;
-  size_t chosen_ = 0;
+  size_t chosen_ = 0;     // kReserve: the reserve
+  LentMemory busy_ = {};  // without the chosen slot
   uint64_t sent_ = 0;
+  uint64_t full_until_ = 0;  // so many messages are done
+  bool was_refused_for_now_ = false;
 };
 
-// Keeps a received message in its slot. Its last owner may be any thread, and may outlive the host
-// group. Does nothing in a forked child, whose parent has it, too.
+// Keeps a received message, in its slot or in a copy. Its last owner may be any thread, and may
+// outlive the host group. Does nothing in a forked child, whose parent has it, too.
 class TRIREME_API HeldSlot {
  public:
   HeldSlot(std::shared_ptr<const Segment> segment, uint64_t sequence);
+  // Copies a message out of where it lies.
+  HeldSlot(const std::byte* message, int64_t bytes);
   ~HeldSlot();
   HeldSlot(const HeldSlot&) = delete;
   HeldSlot& operator=(const HeldSlot&) = delete;
-  std::byte* data() const { return segment_->data() + sizeof(SlotBlock); }
+  std::byte* data() const { return copy_ ? copy_.get() : segment_->data() + sizeof(SlotBlock); }
 
  private:
+  struct Free {
+    void operator()(std::byte* memory) const;
+  };
+  std::unique_ptr<std::byte, Free> copy_;
   std::shared_ptr<const Segment> segment_;
-  uint64_t sequence_;
-  uint64_t forks_;
+  uint64_t sequence_ = 0;
+  uint64_t forks_ = 0;
 };
 
 // Receives. One thread at a time. Throws Fault, see HostGroup.
@@ -149,6 +184,7 @@ class TRIREME_API SlotReceiver {
 
  private:
   MessageHead next_head() const;
+  std::shared_ptr<HeldSlot> held(const MessageHead& head);
   void publish_done(uint64_t done);
   std::shared_ptr<const Segment> map(const MessageHead& head);
   [[noreturn]] void report_overwritten(const MessageHead& head);

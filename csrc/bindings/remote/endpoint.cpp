@@ -11,6 +11,7 @@
 #include <torch/csrc/Exceptions.h>
 
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -38,7 +39,9 @@ using torch::wrap_pybind_function_no_gil;
 std::optional<std::chrono::milliseconds> milliseconds_of(Timeout timeout) {
   if (!timeout) return std::nullopt;
   const double longest = static_cast<double>(kLongestWait.count());
-  return std::chrono::milliseconds(static_cast<int64_t>(std::min(*timeout * 1000, longest)));
+  // A part of a millisecond is one: none at all would be over before the call has begun.
+  return std::chrono::milliseconds(
+      static_cast<int64_t>(std::min(std::ceil(*timeout * 1000), longest)));
 }
 
 // Is a call on its way.

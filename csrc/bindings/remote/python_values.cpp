@@ -119,6 +119,18 @@ Dict dict_of(py::handle object, const Place& place) {
   return dict;
 }
 
+// Its own order is not that of the dict below it, once items were moved.
+Dict ordered_dict_of(py::handle object, const Place& place) {
+  check_depth(place);
+  Dict dict;
+  for (py::handle pair : object.attr("items")()) {
+    const auto [key, item] = pair.cast<std::pair<py::object, py::object>>();
+    dict.keys.push_back(key_of(key, {&place, nullptr, {}, -1, "a key of "}));
+    dict.values.push_back(value_at(item, {&place, nullptr, key}));
+  }
+  return dict;
+}
+
 Set set_of(py::handle object, const Place& place) {
   Set set;
   for (py::handle item : py::reinterpret_borrow<py::set>(object))
@@ -140,6 +152,7 @@ Value value_at(py::handle object, const Place& place) {
   if (PyTuple_CheckExact(pointer)) return Tuple{items_of(object, place)};
   if (PyList_CheckExact(pointer)) return List{items_of(object, place)};
   if (PyDict_CheckExact(pointer)) return dict_of(object, place);
+  if (PyODict_CheckExact(pointer)) return ordered_dict_of(object, place);
   if (PySet_CheckExact(pointer)) return set_of(object, place);
   if (ref_type != nullptr && py::type::handle_of(object).is(*ref_type))
     return RefPtr(object.attr("_ref").cast<std::shared_ptr<Ref>>());

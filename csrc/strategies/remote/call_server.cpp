@@ -4,6 +4,7 @@
 #include <trireme/common/trace.h>
 #include <trireme/strategies/remote/failures.h>
 #include <trireme/strategies/remote/module_seat.h>
+#include <trireme/strategies/remote/sendable.h>
 
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
@@ -15,6 +16,16 @@ namespace trireme::remote {
 namespace {
 
 constexpr const char* kNoObject = "Keep a Ref as long as others use the object.";
+
+constexpr size_t kTextAtMost = 4000;
+
+// Returns the beginning of a text, up to the end of a character.
+std::string cut(const std::string& text, size_t length) {
+  while (length < text.size() && length > 0 &&
+         (static_cast<unsigned char>(text[length]) & 0xc0) == 0x80)
+    --length;
+  return text.substr(0, length);
+}
 
 // Returns what is defined under a name, of that kind; says otherwise what there is.
 std::shared_ptr<const Definition> definition_of(const std::string& name, Definition::Kind kind) {
@@ -136,6 +147,7 @@ void CallServer::serve_batch(const Definition& method, const std::vector<ServedC
 void CallServer::answer(const ServedCall& call, const Value& result) {
   std::exception_ptr error;
   try {
+    check_sendable(call.call.verb, result, replies_.reaches_devices(call.from));
     replies_.reply(call.from, {MessageKind::kAnswer, call.number}, result, call.deadline);
   } catch (...) {
     error = std::current_exception();  // it cannot be sent, or a Ref in it cannot be lent
@@ -147,9 +159,16 @@ void CallServer::fail(const ServedCall& call, const std::exception_ptr& error) n
   try {
     Failure failure = describe_failure(error);
     failure.where = call.what + " at " + replies_.name_of_own();
-    replies_.reply(call.from, {MessageKind::kFailure, call.number}, to_value(failure),
-                   call.deadline);
-  } catch (const std::exception&) {  // the caller is gone, or hears at its deadline
+    const Head head{MessageKind::kFailure, call.number};
+    try {
+      replies_.reply(call.from, head, to_value(failure), call.deadline);
+    } catch (const c10::DistBackendError&) {
+      // Where there is no memory for a message, one of a few lines gets through.
+      failure.text = cut(failure.text, kTextAtMost);
+      failure.traceback.clear();
+      replies_.reply(call.from, head, to_value(failure), call.deadline);
+    }
+  } catch (const std::exception&) {  // the caller is gone
   }
 }
 

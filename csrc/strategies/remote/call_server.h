@@ -29,6 +29,8 @@ class TRIREME_API Replies {
   virtual RefPtr show(std::shared_ptr<Hosted> object, const std::string& class_name) = 0;
   // Says "p1 (rank 1)" of this rank.
   virtual std::string name_of_own() const = 0;
+  // Says whether tensors on a device can be sent to a rank.
+  virtual bool reaches_devices(int64_t rank) const = 0;
 };
 
 // Does what other ranks ask of this one, and answers each call once. Thread-safe.

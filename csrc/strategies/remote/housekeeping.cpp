@@ -1,5 +1,6 @@
 #include <trireme/strategies/remote/housekeeping.h>
 
+#include <algorithm>
 #include <chrono>
 #include <iterator>
 #include <pthread.h>
@@ -8,13 +9,21 @@
 namespace trireme::remote {
 namespace {
 constexpr std::chrono::milliseconds kTryAgain{20};
+// So many destructors of the user's may wait at one time until the next one holds up what follows.
+constexpr size_t kMostThreads = 64;
 }  // namespace
 
-Housekeeping::Housekeeping() : thread_([this] { work(); }) {
-  ::pthread_setname_np(thread_.native_handle(), "trireme-keep");
+Housekeeping::Housekeeping() {
+  const std::lock_guard lock(mutex_);
+  start_thread();
 }
 
 Housekeeping::~Housekeeping() { stop(); }
+
+void Housekeeping::start_thread() {
+  threads_.emplace_back([this] { work(); });
+  ::pthread_setname_np(threads_.back().native_handle(), "trireme-keep");
+}
 
 void Housekeeping::add(Chore chore) {
   const std::lock_guard lock(mutex_);
@@ -23,43 +32,76 @@ void Housekeeping::add(Chore chore) {
   changed_.notify_one();
 }
 
+void Housekeeping::look() {
+  const std::lock_guard lock(mutex_);
+  const bool all_work = working_ == static_cast<int64_t>(threads_.size());
+  const bool nothing_moves = !chores_.empty() && all_work && begun_ == seen_begun_;
+  seen_begun_ = begun_;
+  if (nothing_moves && !stopping_ && threads_.size() < kMostThreads) start_thread();
+}
+
 bool Housekeeping::is_idle() const {
   const std::lock_guard lock(mutex_);
-  return chores_.empty() && !works_;
+  return chores_.empty() && working_ == 0;
 }
 
 void Housekeeping::stop() {
+  std::list<std::thread> ended;
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
-    changed_.notify_one();
+    changed_.notify_all();
+    ended.swap(threads_);
+    ended.splice(ended.end(), ended_);
   }
-  if (thread_.joinable()) thread_.join();
+  for (std::thread& thread : ended) thread.join();
+}
+
+void Housekeeping::run_first(std::unique_lock<std::mutex>& lock) {
+  Chore chore = std::move(chores_.front());
+  chores_.pop_front();
+  ++working_;
+  ++begun_;
+  lock.unlock();
+  const bool is_done = chore();
+  if (is_done) chore = nullptr;  // what it holds goes without the lock
+  lock.lock();
+  --working_;
+  if (is_done) return;
+  if (later_.empty()) again_at_ = std::chrono::steady_clock::now() + kTryAgain;
+  later_.push_back(std::move(chore));
+}
+
+// Leaves the others, and joins the one that has done so before: so one at most is left to join.
+// What a language keeps for a thread goes when that ends, and may take its time.
+void Housekeeping::end_this_thread(std::unique_lock<std::mutex>& lock) {
+  const auto own = std::find_if(threads_.begin(), threads_.end(), [](const std::thread& thread) {
+    return thread.get_id() == std::this_thread::get_id();
+  });
+  std::list<std::thread> before = std::exchange(ended_, {});
+  ended_.splice(ended_.end(), threads_, own);
+  lock.unlock();
+  for (std::thread& thread : before) thread.join();
 }
 
 void Housekeeping::work() {
   std::unique_lock lock(mutex_);
   const auto has_work = [this] { return stopping_ || !chores_.empty(); };
   while (!stopping_) {
-    if (later_.empty()) {
+    if (!later_.empty() && std::chrono::steady_clock::now() >= again_at_) {
+      chores_.insert(chores_.end(), std::make_move_iterator(later_.begin()),
+                     std::make_move_iterator(later_.end()));
+      later_.clear();
+    }
+    if (!chores_.empty()) {
+      run_first(lock);
+    } else if (static_cast<int64_t>(threads_.size()) - working_ > 1) {
+      return end_this_thread(lock);  // one was stuck for a while
+    } else if (later_.empty()) {
       changed_.wait(lock, has_work);
     } else {
-      changed_.wait_for(lock, kTryAgain, has_work);
+      changed_.wait_until(lock, again_at_, has_work);
     }
-    if (stopping_) break;
-    std::deque<Chore> now = std::exchange(later_, {});
-    now.insert(now.end(), std::make_move_iterator(chores_.begin()),
-               std::make_move_iterator(chores_.end()));
-    chores_.clear();
-    works_ = true;
-    lock.unlock();
-    std::deque<Chore> left;
-    for (Chore& chore : now)
-      if (!chore()) left.push_back(std::move(chore));
-    now.clear();
-    lock.lock();
-    works_ = false;
-    later_ = std::move(left);
   }
 }
 

@@ -3,12 +3,17 @@
 #include <trireme/activation/kept_tensor.h>
 #include <trireme/common/error.h>
 #include <trireme/module/backward_anchors.h>
+#include <trireme/module/autograd_node.h>
+#include <trireme/strategies/remote/carried_autocast.h>
 #include <trireme/strategies/remote/value_tensors.h>
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <unordered_set>
@@ -52,7 +57,17 @@ class ParameterPacker final : public TensorPacker {
   std::unordered_set<const c10::TensorImpl*> parameters_;
 };
 
-// Makes the tensors among the arguments leaves of this graph.
+// Hands on the gradient of an input to its leaf. A module may write into the input: it is none.
+class InputBackward final : public torch::autograd::Node {
+ public:
+  explicit InputBackward(torch::autograd::edge_list leaf) : Node(std::move(leaf)) {}
+  std::string name() const override { return "RemoteInputBackward"; }
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    return std::move(gradients);
+  }
+};
+
+// Puts leaves of this graph behind the tensors among the arguments.
 std::vector<at::Tensor> make_leaves(CallMessage& call, const std::unordered_set<int64_t>& wanted) {
   std::vector<at::Tensor> leaves;
   int64_t number = 0;
@@ -60,8 +75,11 @@ std::vector<at::Tensor> make_leaves(CallMessage& call, const std::unordered_set<
     if (!wanted.contains(number++)) return;
     if (!torch::autograd::isDifferentiableType(tensor.scalar_type()))
       refuse_message("of another form");
-    tensor = tensor.detach().requires_grad_();
-    leaves.push_back(tensor);
+    leaves.push_back(tensor.detach().requires_grad_());
+    // No view, and with versions of its own: nothing has saved the leaf.
+    tensor = leaves.back().variable_data();
+    torch::autograd::set_history(tensor, make_node<InputBackward>(torch::autograd::edge_list{
+                                             torch::autograd::impl::gradient_edge(leaves.back())}));
   };
   change_tensors(call.args[3], make);
   change_tensors(call.args[4], make);
@@ -117,6 +135,7 @@ Value ModuleSeat::forward(CallMessage& call, const OwnedModule::Use::Wait& wait)
   }
   field<Tuple>(call, 3);
   field<Dict>(call, 4);
+  if (call.args.size() != 6) refuse_message("of another form");
   const OwnedModule::Use use(*module_, training, wait);
   auto graph = wants_graph ? std::make_shared<Graph>(module_) : nullptr;
   std::vector<at::Tensor> leaves = make_leaves(call, wanted);
@@ -127,6 +146,7 @@ Value ModuleSeat::forward(CallMessage& call, const OwnedModule::Use::Wait& wait)
     const at::AutoGradMode grad_mode(wants_graph);
     std::optional<PackerGuard> packer;
     if (wants_graph) packer.emplace(c10::make_intrusive<ParameterPacker>(parameters));
+    const CarriedAutocast autocast(call.args[5]);
     result = module_->body().forward(field<Tuple>(call, 3).items, field<Dict>(call, 4));
   }
   List with_gradient;
@@ -155,6 +175,7 @@ Value ModuleSeat::forward(CallMessage& call, const OwnedModule::Use::Wait& wait)
 Value ModuleSeat::backward(const CallMessage& call) {
   const int64_t number = field<int64_t>(call, 0);
   const Values& given = field<List>(call, 1).items;
+  if (call.args.size() != 3) refuse_message("of another form");
   std::shared_ptr<Graph> graph;
   {
     const std::lock_guard lock(mutex_);
@@ -178,6 +199,7 @@ Value ModuleSeat::backward(const CallMessage& call) {
   for (const auto& [name, parameter] : graph->parameters) inputs.push_back(parameter);
   inputs.insert(inputs.end(), graph->anchors.begin(), graph->anchors.end());
   std::vector<at::Tensor> found(inputs.size());
+  const CarriedAutocast autocast(call.args[2]);
   if (!outputs.empty() && !inputs.empty())
     found = torch::autograd::grad(outputs, inputs, gradients, /*retain_graph=*/false,
                                   /*create_graph=*/false, /*allow_unused=*/true);
@@ -194,7 +216,8 @@ Value ModuleSeat::backward(const CallMessage& call) {
   }
   List result;
   for (size_t i = 0; i < leaves; ++i)
-    found[i].defined() ? result.items.emplace_back(found[i].detach()) : result.items.emplace_back();
+    found[i].defined() ? result.items.emplace_back(dense(found[i].detach()))
+                       : result.items.emplace_back();
   return result;
 }
 

@@ -42,11 +42,12 @@ class TRIREME_API ModuleSeat final : public Hosted {
   struct Graph;
 
   // Takes training, whether a graph is wanted, the numbers of those tensors among the arguments
-  // that want a gradient, arguments and keyword arguments. Returns the number of the forward (-1
-  // without a graph), the result, and the numbers of those of its tensors that have a gradient.
+  // that want a gradient, arguments, keyword arguments, and autocast. Returns the number of the
+  // forward (-1 without a graph), the result, and the numbers of those of its tensors that have a
+  // gradient.
   Value forward(CallMessage& call, const OwnedModule::Use::Wait& wait);
-  // Takes the number of the forward and gradients of these tensors. Returns gradients of those
-  // inputs that want one.
+  // Takes the number of the forward, gradients of these tensors, and autocast. Returns gradients of
+  // those inputs that want one.
   Value backward(const CallMessage& call);
   void step(const OwnedModule::Use::Wait& wait);
   // Takes the name of one parameter or buffer, or None for all. Returns a Dict of copies.

@@ -144,10 +144,11 @@ void RefExchange::forget(int64_t rank) {
 // Lets go of objects that nobody has a Ref to any more: that may run code of the user's.
 void RefExchange::clean_later() {
   if (!table_.has_gone()) return;
-  housekeeping_->add([gone = table_.take_gone()]() mutable {
-    gone.clear();
-    return true;
-  });
+  for (auto& object : table_.take_gone())
+    housekeeping_->add([object = std::move(object)]() mutable {
+      object.reset();
+      return true;
+    });
 }
 
 }  // namespace trireme::remote

@@ -4,6 +4,7 @@
 #include <trireme/module/autograd_node.h>
 #include <trireme/module/backward_anchors.h>
 #include <trireme/module/sends_gradients.h>
+#include <trireme/strategies/remote/carried_autocast.h>
 #include <trireme/strategies/remote/module_step.h>
 #include <trireme/strategies/remote/value_tensors.h>
 
@@ -67,10 +68,10 @@ class RemoteBackward final : public torch::autograd::Node, public SendsGradients
                            call_.board->where(), "Call the module again."));
     List given;
     for (const at::Tensor& gradient : gradients)
-      gradient.defined() ? given.items.emplace_back(gradient) : given.items.emplace_back();
-    const Value result = call_.board->finish(
-        call_.board->begin(request_of(call_.seat, Verb::kBackward, call_.factory,
-                                      {call_.forward, std::move(given)}, call_.timeout)));
+      gradient.defined() ? given.items.emplace_back(dense(gradient)) : given.items.emplace_back();
+    const Value result = call_.board->finish(call_.board->begin(
+        request_of(call_.seat, Verb::kBackward, call_.factory,
+                   {call_.forward, std::move(given), present_autocast()}, call_.timeout)));
     const auto* list = result.get_if<List>();
     if (list == nullptr || list->items.size() > num_outputs()) refuse_message("of another form");
     torch::autograd::variable_list found(num_outputs());
@@ -128,7 +129,7 @@ Value RemoteModule::forward_values(const Values& args, const Dict& kwargs, bool 
   change_tensors(inputs, look);
   change_tensors(keywords, look);
   Value answer = call(Verb::kForward, {training, wants_graph, std::move(wanted), std::move(inputs),
-                                       std::move(keywords)});
+                                       std::move(keywords), present_autocast()});
   const auto forward = item<int64_t>(answer, 0, 3);
   const List with_gradient = item<List>(answer, 2, 3);
   Value result = std::move(std::get<Tuple>(answer.content).items[1]);

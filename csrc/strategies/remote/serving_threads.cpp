@@ -21,7 +21,7 @@ constexpr std::chrono::milliseconds kTick{1};
 constexpr int kTicks = 20;
 constexpr std::chrono::seconds kGrace{1};
 // Jobs that wait for others hold a thread each; more of them are calls that go round in circles.
-constexpr size_t kMostThreads = 512;
+constexpr int64_t kMostWaiting = 512;
 
 thread_local int64_t jobs_of_thread = 0;
 
@@ -68,7 +68,7 @@ bool ServingThreads::is_idle() const {
 
 bool ServingThreads::is_exhausted() const {
   const std::lock_guard lock(mutex_);
-  return all_.size() >= kMostThreads;
+  return jobs_of_thread > 0 && in_jobs_ - running_ >= kMostWaiting;
 }
 
 void ServingThreads::run(Job job) {
@@ -80,10 +80,11 @@ void ServingThreads::run(Job job) {
 
 // Sees to it that a thread finds the job that has come.
 void ServingThreads::call_someone() {
-  const auto free = static_cast<int64_t>(all_.size()) - in_jobs_;
+  const int64_t free = without_job();
+  const bool may_start = static_cast<int64_t>(all_.size()) <= threads_ + kMostWaiting;
   const auto wanted = std::min(static_cast<int64_t>(jobs_.size()), threads_ - running_);
   // Who takes messages looks for jobs by itself, and so does who ticks, but later.
-  if (free < wanted && !stopping_ && all_.size() < kMostThreads) start_thread();
+  if (free < wanted && !stopping_ && may_start) start_thread();
   if (ticking_ + asleep_ > 0 && (!leads_ || wanted > 1 || drivers_ > 0)) changed_.notify_one();
   if (leads_ && drivers_ > 0) shm::ring(source_.bell());
 }
@@ -95,6 +96,7 @@ void ServingThreads::stop() {
     stopping_ = true;
     changed_.notify_all();
     ended.swap(all_);
+    ended.splice(ended.end(), ended_);
   }
   shm::ring(source_.bell());
   for (std::thread& thread : ended) thread.join();
@@ -127,6 +129,18 @@ void ServingThreads::run_first(std::unique_lock<std::mutex>& lock) {
   --running_;
   --in_jobs_;
   if (stopping_) changed_.notify_all();
+}
+
+// Leaves the others, and joins the one that has done so before: so one at most is left to join.
+// What a language keeps for a thread goes when that ends, and may take its time.
+void ServingThreads::end_this_thread(std::unique_lock<std::mutex>& lock) {
+  const auto own = std::find_if(all_.begin(), all_.end(), [](const std::thread& thread) {
+    return thread.get_id() == std::this_thread::get_id();
+  });
+  std::list<std::thread> before = std::exchange(ended_, {});
+  ended_.splice(ended_.end(), all_, own);
+  lock.unlock();
+  for (std::thread& thread : before) thread.join();
 }
 
 void ServingThreads::lead(std::unique_lock<std::mutex>& lock) {
@@ -165,7 +179,8 @@ void ServingThreads::work() {
       continue;
     }
     seen = led_;
-    if (++ticks < kTicks || nobody_takes || drivers_ > 0) {
+    if (++ticks >= kTicks && without_job() > threads_ + 1) return end_this_thread(lock);
+    if (ticks < kTicks || nobody_takes || drivers_ > 0) {
       ++ticking_;
       changed_.wait_for(lock, kTick);
       --ticking_;

@@ -36,7 +36,8 @@ class TRIREME_API Source {
 // it was last of use, and then sleeps as long as somebody takes messages.
 //
 // A job that waits does not count as one of the `threads` jobs that run at one time; another thread
-// is started where none is left, so that calls from process to process and back again end.
+// is started where none is left, so that calls from process to process and back again end. Once
+// they have ended, threads that are more than are needed without them end, too.
 
 // Runs jobs on threads, and takes messages while these have nothing to do. Thread-safe.
 class TRIREME_API ServingThreads {
@@ -72,7 +73,8 @@ class TRIREME_API ServingThreads {
 
   // Says whether no job runs or waits to be run.
   bool is_idle() const;
-  // Says whether so many threads wait for others that no more can be started.
+  // Says of a thread with a job whether so many jobs wait for others that none may be added. Who
+  // has no job is in no circle of calls, and adds none.
   bool is_exhausted() const;
   // Runs what is left, and ends the threads. Not from within a job.
   void stop();
@@ -84,6 +86,8 @@ class TRIREME_API ServingThreads {
   void work();
   void start_thread();
   bool may_run() const { return !jobs_.empty() && running_ < threads_; }
+  int64_t without_job() const { return static_cast<int64_t>(all_.size()) - in_jobs_; }
+  void end_this_thread(std::unique_lock<std::mutex>& lock);
   void run_first(std::unique_lock<std::mutex>& lock);
   void lead(std::unique_lock<std::mutex>& lock);
   void call_someone();
@@ -100,8 +104,9 @@ class TRIREME_API ServingThreads {
   std::condition_variable changed_;
   std::deque<Job> jobs_;
   std::list<std::thread> all_;
-  int64_t running_ = 0;  // jobs that do not wait
-  int64_t in_jobs_ = 0;  // threads with a job
+  std::list<std::thread> ended_;  // the last one that was not needed any more
+  int64_t running_ = 0;           // jobs that do not wait
+  int64_t in_jobs_ = 0;           // threads with a job
   int64_t ticking_ = 0;
   int64_t asleep_ = 0;
   int64_t drivers_ = 0;  // threads in wait()

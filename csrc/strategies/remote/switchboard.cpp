@@ -9,6 +9,7 @@
 #include <trireme/shm/host_group.h>
 #include <trireme/strategies/remote/agreement.h>
 #include <trireme/strategies/remote/failures.h>
+#include <trireme/strategies/remote/sendable.h>
 
 #include <c10/util/Exception.h>
 
@@ -125,6 +126,7 @@ void Switchboard::check_usable() const {
 PendingCallPtr Switchboard::begin(CallRequest request) {
   check_usable();
   TRIREME_TRACE("remote_call");
+  check_sendable(request.message, reaches_devices(request.to));
   if (threads_->is_exhausted())
     C10_THROW_ERROR(Error,
                     error_text("remote", "got a call while hundreds of calls wait for each other",
@@ -168,10 +170,12 @@ Value Switchboard::finish(const PendingCallPtr& call) {
     C10_THROW_ERROR(
         DistBackendError,
         error_text("remote", lost.why, where_, "Look at that process, or pass a longer timeout=."));
-  C10_THROW_ERROR(DistBackendError, error_text("remote",
-                                               call->what() + " at " + name_of(call->to()) +
-                                                   " has no answer: " + lost.why,
-                                               where_, "Call who is there."));
+  const bool is_gone = closed_ || box_->why_gone(call->to());
+  C10_THROW_ERROR(
+      DistBackendError,
+      error_text("remote",
+                 call->what() + " at " + name_of(call->to()) + " has no answer: " + lost.why,
+                 where_, is_gone ? "Call who is there." : "Then call again."));
 }
 
 bool Switchboard::is_done(const PendingCall& call) {
@@ -248,6 +252,10 @@ bool Switchboard::post(int64_t to, const Head& head, EncodedValue message,
   return true;
 }
 
+bool Switchboard::reaches_devices(int64_t rank) const {
+  return rank == where_.rank || box_->reaches_devices(rank);
+}
+
 bool Switchboard::reply(int64_t to, const Head& head, const Value& value,
                         shm::Clock::time_point until) {
   EncodedValue message = encode_message(head, value, address_of());
@@ -275,6 +283,7 @@ bool Switchboard::poll() {
 void Switchboard::look() {
   for (const int64_t rank : box_->look()) forget(rank);
   end_late_calls();
+  housekeeping_->look();
 }
 
 // Ends what a rank that is gone had to do with this one, and nothing else.

@@ -94,6 +94,7 @@ class TRIREME_API Switchboard final : private Source,
   bool reply(int64_t to, const Head& head, const Value& value,
              shm::Clock::time_point until) override;
   std::string name_of_own() const override { return name_of(where_.rank); }
+  bool reaches_devices(int64_t rank) const override;
 
   AddressOf address_of() const;
   Value read(const TensorMessage& message);

@@ -1,5 +1,7 @@
 #include <trireme/strategies/remote/value_tensors.h>
 
+#include <ATen/ATen.h>
+
 namespace trireme::remote {
 
 void change_tensors(Value& value, const std::function<void(at::Tensor&)>& change) {
@@ -17,6 +19,10 @@ std::vector<at::Tensor> tensors_of(const Value& value) {
   // It only reads.
   change_tensors(const_cast<Value&>(value), [&](at::Tensor& tensor) { found.push_back(tensor); });
   return found;
+}
+
+at::Tensor dense(const at::Tensor& gradient) {
+  return gradient.layout() == at::kStrided ? gradient : gradient.to_dense();
 }
 
 }  // namespace trireme::remote

@@ -15,4 +15,7 @@ namespace trireme::remote {
 TRIREME_API void change_tensors(Value& value, const std::function<void(at::Tensor&)>& change);
 TRIREME_API std::vector<at::Tensor> tensors_of(const Value& value);
 
+// Returns a gradient as it travels: one of another layout is made dense.
+TRIREME_API at::Tensor dense(const at::Tensor& gradient);
+
 }  // namespace trireme::remote

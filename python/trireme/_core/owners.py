@@ -101,6 +101,17 @@ class StagedModule(Protocol):
         """All ranks that have stages of it; None where all stages are in this process."""
 
 
+@runtime_checkable
+class KeepsElsewhere(Protocol):
+    """A module whose tensors are in another process."""
+
+    def _tensors_elsewhere(self) -> dict[str, torch.Tensor]:
+        """Copies of them, by the names of its state dict."""
+
+    def _put_elsewhere(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Writes them there."""
+
+
 _optimizers = WeakIdKeyDictionary()
 _modules = WeakIdKeyDictionary()
 

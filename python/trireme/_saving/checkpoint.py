@@ -19,6 +19,7 @@ from trireme._core.meshes import group_over
 from trireme._core.owners import group_of_stages
 from trireme._core.writing import writing_shards
 from trireme._saving.optimizer import FILE, KIND, LoadedOptimizer, OptimizerParts, plain_json
+from trireme._saving.own_ways import TensorsElsewhere, expect_plain_states, finish_loading
 from trireme._saving.parts import (
     Ranks,
     model_to_load,
@@ -62,10 +63,13 @@ def save_checkpoint(
         max_file_bytes: of one file.
 
     Parameters must be the same on all ranks or sharded; of buffers rank 0's are saved. Of a
-    pipeline each rank saves its stages; of what several have, the lowest rank's is saved.
+    pipeline each rank saves its stages; of what several have, the lowest rank's is saved. What a
+    ``remote.Module`` has is fetched from its owner, by every rank, and saved as buffers are; the
+    state of its optimizer stays there.
 
     Raises:
-        ValueError, TypeError: it cannot be saved; ``path`` holds something else.
+        ValueError, TypeError: it cannot be saved, such as a module whose ``state_dict()`` is
+            something else than its parameters and buffers; ``path`` holds something else.
         RuntimeError: the disk is full, or a rank cannot use the folder.
         torch.distributed.DistBackendError: the group failed.
 
@@ -77,7 +81,11 @@ def save_checkpoint(
     texts: dict[str, str] = {}
     some_rank_has(optimizer, model, ranks)
     with ranks.together():
-        tensors[_MODEL] = model_to_save(model, ranks)
+        expect_plain_states(model, ranks)
+        tensors[_MODEL] = [
+            *model_to_save(model, ranks),
+            *TensorsElsewhere(model).to_save(ranks),
+        ]
         if optimizer is not None:
             parts = OptimizerParts(optimizer, named_tensors(model, ranks), ranks)
             tensors[KIND], texts[FILE] = parts.to_save()
@@ -103,6 +111,8 @@ def load_checkpoint(
 
     Values are the saved ones bit for bit. Each rank reads the bytes that it needs. Everything is
     checked before anything is changed; a disk that fails later leaves the model half loaded.
+    Modules that load in a way of their own, or have hooks that do, are given the values once more
+    for that. Values of a ``remote.Module`` are written at its owner.
 
     Args:
         path: the folder; or one file of tensors as the safetensors package writes it. A folder may
@@ -121,12 +131,17 @@ def load_checkpoint(
     ranks = Ranks(_group_for(model, optimizer, process_group))
     reader = CheckpointReader(os.fspath(path), ranks.core)
     with ranks.together():
-        needed = model_to_load(model, ranks)
+        expect_plain_states(model, ranks)
+        elsewhere = TensorsElsewhere(model)
+        needed = [*model_to_load(model, ranks), *elsewhere.to_load(ranks)]
     reader.check(_MODEL, needed)
     has_optimizer = some_rank_has(optimizer, model, ranks)
     loaded = _read_optimizer(model, optimizer, ranks, reader) if has_optimizer else None
     with writing_shards(plain_model(model)), torch.no_grad():
-        reader.read(_MODEL, model_to_load(model, ranks))
+        reader.read(_MODEL, [*model_to_load(model, ranks), *elsewhere.to_load(ranks)])
+        with ranks.together():
+            finish_loading(model, ranks)
+            elsewhere.put()
     if has_optimizer:
         with ranks.together():
             if loaded is not None:

@@ -277,18 +277,21 @@ def _plain_name(name: str) -> str:
 def model_to_save(model: nn.Module, ranks: Ranks) -> list[CheckpointTensor]:
     """This rank's part. Buffers are rank 0's, of a pipeline those of the lowest rank that has them:
     ranks need not have the same."""
-    tensors = []
-    for tensor in named_tensors(model, ranks):
-        part = part_of(tensor, ranks)
-        if tensor.is_buffer and part.is_shared:
-            own = tensor.tensor.detach() if ranks.rank == 0 else None
-            made = CheckpointTensor(
-                tensor.name, tensor.tensor.dtype, list(tensor.tensor.shape), own
-            )
-            tensors.append(made)
-        else:
-            tensors.append(part.to_save(tensor.name, held_of(tensor.tensor), ranks))
-    return tensors
+    return [tensor_to_save(tensor, ranks) for tensor in named_tensors(model, ranks)]
+
+
+def tensor_to_save(named: NamedTensor, ranks: Ranks) -> CheckpointTensor:
+    name, tensor = named.name, named.tensor
+    part = part_of(named, ranks)
+    if named.is_buffer and part.is_shared:
+        own = tensor.detach() if ranks.rank == 0 else None
+        return CheckpointTensor(name, tensor.dtype, list(tensor.shape), own)
+    return part.to_save(name, held_of(tensor), ranks)
+
+
+def tensor_to_load(named: NamedTensor, ranks: Ranks) -> CheckpointTensor:
+    """For one that no optimizer shards."""
+    return part_of(named, ranks).to_load(named.name, held_of(named.tensor))
 
 
 def model_to_load(model: nn.Module, ranks: Ranks) -> list[CheckpointTensor]:
@@ -303,8 +306,7 @@ def model_to_load(model: nn.Module, ranks: Ranks) -> list[CheckpointTensor]:
             )
         optimizer = optimizer_of(tensor.tensor)
         if optimizer is None:
-            part = part_of(tensor, ranks)
-            tensors.append(part.to_load(tensor.name, held_of(tensor.tensor)))
+            tensors.append(tensor_to_load(tensor, ranks))
             continue
         if optimizer not in sharded:
             sharded[optimizer] = ShardedParts(optimizer)

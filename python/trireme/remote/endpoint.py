@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import numbers
 import os
+from typing import Any
 
 import torch.distributed as dist
 
@@ -34,7 +36,7 @@ def start(name: str, *, group: dist.ProcessGroup | None = None, threads: int = 4
 
     Collective, once per process until :func:`stop`: when it returns, all ranks can be called.
     Functions and classes are defined before it; those that several ranks have defined are compared.
-    Costs a process group of its own, ``threads`` + 2 threads, and 30 KiB of shared memory for each
+    Costs a process group of its own, ``threads`` + 2 threads, and 46 KiB of shared memory for each
     pair of ranks of a host.
 
     Args:
@@ -108,7 +110,7 @@ def expect_name(to: object) -> None:
 
 
 def seconds_of(timeout: object) -> float | None:
-    """Returns a timeout in seconds, None for none.
+    """Returns a timeout in seconds, None for none. Any real number is one, numpy's too.
 
     Raises:
         TypeError, ValueError: it is no number; it is not above zero.
@@ -116,11 +118,15 @@ def seconds_of(timeout: object) -> float | None:
     if timeout is None:
         return None
     next_step = "Pass seconds, or leave it out."
-    AREA.expect("timeout", timeout, (int, float), "seconds", next_step=next_step)
-    assert isinstance(timeout, int | float)
-    if math.isnan(timeout) or timeout <= 0:
+    AREA.expect("timeout", timeout, numbers.Real, "seconds", next_step=next_step)
+    number: Any = timeout
+    try:
+        seconds = float(number)
+    except OverflowError:  # no float is as large
+        seconds = math.inf if number > 0 else -math.inf
+    if math.isnan(seconds) or seconds <= 0:
         AREA.refuse(f"got timeout={timeout}, expected seconds above zero", next_step)
-    return float(timeout)
+    return seconds
 
 
 def _abandon(error: str) -> None:

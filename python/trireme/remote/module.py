@@ -146,6 +146,12 @@ class Module(nn.Module):
         if not errors and not (self._is_strict and (missing or unexpected)):
             self._core.load(fitting)
 
+    def _tensors_elsewhere(self) -> dict[str, Tensor]:
+        return self._core.state()
+
+    def _put_elsewhere(self, tensors: dict[str, Tensor]) -> None:
+        self._core.load(tensors)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self.__reduce_ex__(2)
 

@@ -10,6 +10,10 @@
 #include <random>
 #include <shm/fake_peer.h>
 #include <shm/two_processes.h>
+#include <sys/resource.h>
+#include <thread>
+#include <unistd.h>
+#include <vector>
 
 namespace trireme::slot_channel_test {
 
@@ -37,6 +41,26 @@ SlotReceiver::Message receive(SlotReceiver& receiver) {
   if (receiver.is_empty()) receiver.wait("a message");
   return receiver.take_message();
 }
+
+// While it lives, this process opens no further file.
+class NoMoreFiles {
+ public:
+  NoMoreFiles() {
+    ::getrlimit(RLIMIT_NOFILE, &before_);
+    rlimit now = before_;
+    const int next = ::dup(0);
+    ::close(next);
+    // The numbers below it are taken.
+    now.rlim_cur = static_cast<rlim_t>(next);
+    ::setrlimit(RLIMIT_NOFILE, &now);
+  }
+  ~NoMoreFiles() { ::setrlimit(RLIMIT_NOFILE, &before_); }
+  NoMoreFiles(const NoMoreFiles&) = delete;
+  NoMoreFiles& operator=(const NoMoreFiles&) = delete;
+
+ private:
+  rlimit before_{};
+};
 
 bool has_come(const SlotReceiver::Message& message, int64_t number) {
   const std::byte* data = message.slot->data() + message.head.payload_begin();
@@ -112,6 +136,107 @@ TEST_CASE("a slot is used again, a small one is replaced, and those of too many 
     cross(2, 100, false);
   });
   CHECK(slots == std::vector<int64_t>{1, 1, 9, 2});
+}
+
+TEST_CASE("what is kept beyond what is lent was copied, and its slots are used again") {
+  const LentMemory most = most_lent(SegmentKind::kAnonymous, 1);
+  CHECK(most.slots >= 4);
+  CHECK(most_lent(SegmentKind::kAnonymous, 1 << 20).slots == 4);
+  CHECK(most_lent(SegmentKind::kNamed, 1).bytes <= most.bytes);
+  const int64_t count = most.slots + 20;
+  int64_t slots = 0;
+  int64_t again = 0;
+  int wrong = 0;
+  run_shm_ranks({.world = 2}, [&](ShmRank& self) {
+    const Segment memory = memory_of(self, 1);
+    const ChannelEnd end{1 - self.rank, memory.data(), 1};
+    if (self.rank == 0) {
+      SlotSender sender(self.group, end);
+      for (int64_t i = 0; i < count; ++i) send(sender, i, 5000 + i);
+      slots = sender.slots();
+      self.collectives.barrier({});
+      self.collectives.barrier({});
+      for (int64_t i = 0; i < 3; ++i) send(sender, i, 5000);
+      again = sender.slots();
+      self.collectives.barrier({});
+      return;
+    }
+    SlotReceiver receiver(self.group, end);
+    std::vector<SlotReceiver::Message> kept;
+    for (int64_t i = 0; i < count; ++i) {
+      kept.push_back(receive(receiver));
+      receiver.done_with_one();
+    }
+    self.collectives.barrier({});
+    for (int64_t i = 0; i < count; ++i) wrong += !has_come(kept[static_cast<size_t>(i)], i);
+    kept.clear();
+    self.collectives.barrier({});
+    for (int64_t i = 0; i < 3; ++i) {
+      wrong += !has_come(receive(receiver), i);
+      receiver.done_with_one();
+    }
+    self.collectives.barrier({});
+  });
+  CHECK(wrong == 0);
+  CHECK(slots <= most.slots + 2);
+  CHECK(again <= 2);
+}
+
+TEST_CASE("where there is no file for a slot, what is small goes by the reserve") {
+  std::string said;
+  std::string refused;
+  bool full_meanwhile = false;
+  bool room_again = false;
+  int wrong = 0;
+  int64_t came = 0;
+  run_shm_ranks({.world = 2}, [&](ShmRank& self) {
+    constexpr int64_t kReserve = 8192;
+    const Segment memory = self.collectives.share_segment(channel_bytes(4, kReserve), {}).segment;
+    const ChannelEnd end{1 - self.rank, memory.data(), 4, true, kReserve};
+    SlotSender sender(self.group, end);
+    SlotReceiver receiver(self.group, end);
+    SlotReceiver::Message kept;
+    if (self.rank == 1) {
+      self.collectives.barrier({});
+      kept = receive(receiver);
+      receiver.done_with_one();
+      self.collectives.barrier({});
+      self.collectives.barrier({});
+      std::vector<SlotReceiver::Message> small;
+      for (int64_t i = 1; i < 5; ++i) {
+        small.push_back(receive(receiver));
+        receiver.done_with_one();
+      }
+      wrong += !has_come(kept, 0);
+      for (int64_t i = 1; i < 5; ++i) wrong += !has_come(small[static_cast<size_t>(i - 1)], i);
+      came = static_cast<int64_t>(small.size());
+      self.collectives.barrier({});
+      return;
+    }
+    send(sender, 0, 100'000);
+    self.collectives.barrier({});
+    self.collectives.barrier({});
+    const NoMoreFiles no_more;
+    said = failure_of([&] { sender.slot_for(50'000); }).text;
+    room_again = !sender.is_full();
+    send(sender, 1, 5000);
+    refused = failure_of([&] { sender.slot_for(5000); }).text;
+    full_meanwhile = sender.is_full();
+    self.collectives.barrier({});
+    for (int64_t i = 2; i < 5; ++i) {
+      while (!sender.is_drained()) std::this_thread::yield();  // the reserve is free then
+      send(sender, i, 5000);
+    }
+    self.collectives.barrier({});
+  });
+  INFO(said);
+  CHECK(contains(said, "Too many open files: the limit of this process is "));
+  CHECK(contains(said, "ulimit -n"));
+  CHECK(room_again);
+  CHECK(contains(refused, "Too many open files"));
+  CHECK(full_meanwhile);
+  CHECK(wrong == 0);
+  CHECK(came == 4);
 }
 
 TEST_CASE("what earlier steps sent is forgotten, and its slots are free") {

@@ -188,6 +188,47 @@ def weight_of_shared(name: str) -> Tensor:
     return shared[name].weight.detach().clone()
 
 
+class InPlace(nn.Module):
+    """Works in place on its inputs first, and on views of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        x.mul_(2)
+        x[:, 1:3].add_(1)
+        if y is not None:
+            y[:, 1:] += 1
+            x = x + y.exp_()
+        return self.linear(x.relu_())
+
+
+@remote.function
+def make_in_place() -> nn.Module:
+    torch.manual_seed(7)
+    return InPlace()
+
+
+@remote.function
+def make_relu() -> nn.Module:
+    """Returns its input, written in place."""
+    return nn.ReLU(inplace=True)
+
+
+@remote.function
+def make_mixed() -> nn.Module:
+    """Autocast does something to its layers, and nothing to its norm."""
+    torch.manual_seed(7)
+    shared = nn.Linear(6, 6)
+    return nn.Sequential(shared, nn.LayerNorm(6), shared, nn.Tanh(), nn.Linear(6, 3))
+
+
+@remote.function
+def autocast_there() -> bool:
+    return torch.is_autocast_enabled("cpu")
+
+
 @remote.function
 def make_chain(to: str, lr: float, is_frozen: bool = False) -> nn.Module:
     """A module whose middle is at another rank, kept under the name "chain"."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -349,6 +352,27 @@ def test_a_deadline_passes(rank: int) -> None:
     with refused(dist.DistBackendError, "function slow"):
         pending.wait()
     assert remote.call("p1", slow, timeout=30) == "late"
+
+
+@on_remote_ranks(2)
+def test_a_timeout_is_any_number_of_seconds(rank: int) -> None:
+    if rank == 1:
+        return
+    counter = remote.create("p1", Batcher, timeout=np.int32(30))
+    for timeout in (30, 30.5, math.inf, 10**400, Fraction(61, 2), np.float32(30), np.int64(30)):
+        assert remote.call("p1", add, 1, 2, timeout=timeout) == 3
+        assert remote.call_async("p1", add, 1, 2, timeout=timeout).wait() == 3
+        assert counter.seen(timeout=timeout) == counter.seen.start(timeout=timeout).wait() == []
+    for timeout in (1e-9, np.float64(1e-3)):
+        with refused(dist.DistBackendError, "p1 (rank 1)", "within 0.001 s"):
+            remote.call("p1", slow, timeout=timeout)
+    remote.call("p1", open_gate)
+    for timeout in (True, np.bool_(True), "30", torch.tensor(30.0), 1j, [1]):
+        with refused(TypeError, "timeout is"):
+            remote.call("p1", add, 1, 2, timeout=timeout)
+    for timeout in (0, -1.0, -(10**400), math.nan, np.float32(0)):
+        with refused(ValueError, "got timeout="):
+            counter.seen(timeout=timeout)
 
 
 @on_remote_ranks(2)

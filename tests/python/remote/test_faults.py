@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ from harness.models import batch
 from harness.on_ranks import AGES_S, on_shm_ranks
 from remote import networks
 from remote.functions import FREED_S, add, entered, gate, gated, open_gate
-from remote.networks import TOKENS, count_graphs, make_chain, make_counted, make_mlp
+from remote.networks import TOKENS, count_graphs, make_chain, make_counted, make_mlp, make_waiting
 from remote.objects import ALIVE, Box, Counter, count_alive
 from remote.ranks import (
     DEATH_SEEN_S,
@@ -202,6 +203,38 @@ def test_a_caller_dies(rank: int) -> None:
             own.add(1)
         loss.backward()
         assert own.get() > 0
+
+
+def leave_when_served() -> None:
+    stay_until("it is served")
+    os._exit(0)
+
+
+@pytest.mark.parametrize("where", ["call", "forward", "backward"])
+@on_remote_shm_and_gloo_ranks(3, dying=[1], **on_dying_ranks)
+def test_a_caller_ends_in_the_middle_of_a_call(rank: int, where: str) -> None:
+    """In a way that the kernel calls normal."""
+    if rank == 1:
+        net, objects = remote.Module("p0", make_counted), [remote.create("p0", Counter)]
+        kept = net(batch(0).requires_grad_())
+        late = remote.call_async("p2", gated, 1)
+        say("1 holds all")
+        threading.Thread(target=leave_when_served, daemon=True).start()
+        if where == "call":
+            late.wait()
+        elif where == "forward":
+            remote.Module("p2", make_waiting)(batch(0)[:, :4], "forward")
+        else:
+            networks.Calling.apply(kept, late.wait).sum().backward()
+        assert objects
+    if rank == 2:
+        assert entered.wait(PATIENCE_S)
+        say("it is served")
+    if rank == 0:
+        stay_until("1 holds all")
+        until_dead(1)
+        until(lambda: count_graphs() == len(ALIVE) == 0, FREED_S)
+        remote.call("p2", open_gate)
 
 
 @on_remote_ranks(3, dying=[1], **on_dying_ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import enum
 import math
+import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -256,7 +257,8 @@ OTHERS: list[tuple[Any, str]] = [
     (Point(1, 2), "Point"),
     (Color.RED, "Color"),
     (frozenset({1}), "frozenset"),
-    (collections.OrderedDict(a=1), "OrderedDict"),
+    (collections.defaultdict(int), "defaultdict"),
+    (collections.Counter("a"), "Counter"),
     (collections.deque(), "deque"),
     (np.float32(1), "float32"),
     (np.float64(1), "float64"),
@@ -289,6 +291,71 @@ def test_other_types_are_refused(rank: int) -> None:
             with refused(TypeError, "args[0]['x'][1]", name):
                 remote.call_async(to, echo, {"x": [1, value]})
     assert remote.call("p1", echo, 3) == 3
+
+
+@on_remote_ranks(2)
+def test_an_ordered_dict_arrives_as_a_dict(rank: int) -> None:
+    if rank == 1:
+        return
+    ordered = collections.OrderedDict(a=1, b=torch.ones(2), c=collections.OrderedDict())
+    ordered.move_to_end("a")
+    expected = {"b": torch.ones(2), "c": {}, "a": 1}
+    for to in ("p1", "p0"):
+        assert_same(remote.call(to, echo, ordered), expected)
+        assert remote.call(to, type_there, ordered) == "dict"
+        assert_same(
+            remote.call(to, echo, nn.Linear(1, 1).state_dict()).keys(), {"weight", "bias"}
+        ) if False else None
+        with refused(TypeError, "args[0]['b'][0] is a Mine"):
+            remote.call(to, echo, collections.OrderedDict(a=1, b=[Mine()]))
+        state = nn.Linear(2, 3).state_dict()
+        assert_same(remote.call(to, echo, state), dict(state))
+
+
+def without_values() -> dict[str, Tensor]:
+    """Tensors that cannot be sent, by what is said of them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # both are called deprecated, or a prototype
+        quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+        nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    return {
+        "the layout Sparse": torch.eye(3).to_sparse(),
+        "the layout SparseCsr": torch.eye(3).to_sparse_csr(),
+        "meta": torch.ones(2, device="meta"),
+        "quantized": quantized,
+        "nested": nested,
+    }
+
+
+@remote.function
+def make_tensor_that_cannot_be_sent(kind: str) -> Any:
+    return {"out": (1, without_values()[kind])}
+
+
+@remote.function
+def make_identity() -> nn.Module:
+    return nn.Identity()
+
+
+@on_remote_shm_and_gloo_ranks(2)
+def test_a_tensor_is_refused_with_its_place(rank: int) -> None:
+    """Calls to oneself, too."""
+    if rank == 1:
+        return
+    for to in ("p1", "p0"):
+        net = remote.Module(to, make_identity)
+        for said, tensor in without_values().items():
+            with refused(TypeError, "args[0] is a Tensor that", said):
+                remote.call(to, echo, tensor)
+            with refused(TypeError, "kwargs['k'][1]['x'] is a Tensor that", said):
+                remote.call_async(to, two, 1, k=[1, {"x": tensor}])
+            with refused(TypeError, "args[1][0] is a Tensor that", said):
+                net(torch.ones(1), (tensor,))
+            with refused(TypeError, "args[0] is a Tensor that", said):
+                remote.create(to, "Counter", tensor)
+            with refused(TypeError, "the result['out'][1] is a Tensor that", said):
+                remote.call(to, make_tensor_that_cannot_be_sent, said)
+        assert remote.call(to, echo, 3) == 3
 
 
 @on_remote_ranks(2)

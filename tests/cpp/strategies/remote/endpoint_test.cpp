@@ -157,6 +157,34 @@ TEST_CASE("What cannot be called says why", "[remote]") {
   CHECK_THAT(texts[4], Contains("the result is a Tensor, expected an int"));
 }
 
+TEST_CASE("What cannot be sent is refused with its place, in calls to oneself, too", "[remote]") {
+  define_all();
+  std::vector<std::string> texts;
+  run_endpoints(2, [&](Endpoint& endpoint, int64_t rank) {
+    if (rank != 0) return;
+    const at::Tensor sparse = at::eye(3).to_sparse();
+    const at::Tensor meta = at::empty({2}, at::device(at::kMeta));
+    const std::map<std::string, std::vector<at::Tensor>> nested{{"x", {at::ones({}), meta}}};
+    for (const char* to : {"p0", "p1"}) {
+      texts.push_back(error_of([&] { endpoint.call("p1", "add", at::ones({}), sparse); }));
+      texts.push_back(error_of([&] { endpoint.call(to, "add", nested); }));
+      texts.push_back(error_of([&] { endpoint.call(to, "add", std::string("\xff")); }));
+      texts.push_back(error_of([&] { endpoint.call(to, "add", at::Tensor()); }));
+      texts.push_back(error_of([&] { endpoint.create(to, "Counter", RefPtr()); }));
+    }
+    TORCH_CHECK(endpoint.call<at::Tensor>("p1", "add", at::ones({}), at::ones({})).item<float>() ==
+                2);
+  });
+  REQUIRE(texts.size() == 10);
+  for (size_t i = 0; i < texts.size(); i += 5) {
+    CHECK_THAT(texts[i], Contains("args[1] is a Tensor that has the layout Sparse"));
+    CHECK_THAT(texts[i + 1], Contains("args[0]['x'][1] is a Tensor that is on the device meta"));
+    CHECK_THAT(texts[i + 2], Contains("args[0] is a text that is not UTF-8"));
+    CHECK_THAT(texts[i + 3], Contains("args[0] is an undefined Tensor"));
+    CHECK_THAT(texts[i + 4], Contains("args[0] is a Ref of nothing"));
+  }
+}
+
 TEST_CASE("Objects live as long as Refs to them", "[remote]") {
   define_all();
   const Engine engine = GENERATE(Engine::kShm, Engine::kGloo);

@@ -1,4 +1,5 @@
 #include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn.h>
 #include <torch/optim.h>
@@ -33,6 +34,11 @@ torch::nn::Linear make_net(int64_t width) {
   return net;
 }
 
+torch::nn::Sequential make_in_place(int64_t width) {
+  const auto in_place = torch::nn::ReLUOptions().inplace(true);
+  return torch::nn::Sequential(torch::nn::ReLU(in_place), make_net(width));
+}
+
 std::vector<Endpoint*> endpoints;
 
 // Calls the net of another rank.
@@ -48,6 +54,7 @@ std::shared_ptr<OuterImpl> last_outer;
 void define_all() {
   static const bool once = [] {
     remote::define_module("make_net", &make_net);
+    remote::define_module("make_in_place", &make_in_place);
     remote::define_module("make_sequential", [](int64_t width) {
       return torch::nn::Sequential(make_net(width), torch::nn::Tanh());
     });
@@ -104,6 +111,32 @@ TEST_CASE("A remote module equals a local one bit for bit", "[remote]") {
         TORCH_CHECK(net.parameters().size() == 2 && net.owner() == 1);
       },
       engine);
+  SUCCEED();
+}
+
+TEST_CASE("A remote module works in place on its inputs, under the caller's autocast", "[remote]") {
+  define_all();
+  run_endpoints(2, [&](Endpoint& endpoint, int64_t rank) {
+    if (rank != 0) return;
+    for (const char* to : {"p0", "p1"}) {
+      for (const bool casts : {false, true}) {
+        RemoteModule net = endpoint.module(to, "make_in_place", {}, int64_t{6});
+        torch::nn::Sequential local = make_in_place(6);
+        const at::Tensor input = input_of(4, 6);
+        const at::Tensor own = input.detach().clone().requires_grad_();
+        at::autocast::set_autocast_enabled(at::kCPU, casts);
+        const at::Tensor output = net.forward(input);
+        const at::Tensor expected = local->forward(own.clone());
+        at::autocast::set_autocast_enabled(at::kCPU, false);
+        at::autocast::clear_cache();
+        TORCH_CHECK(output.scalar_type() == (casts ? at::kBFloat16 : at::kFloat));
+        TORCH_CHECK(output.equal(expected) && input._version() == 0);
+        output.to(at::kFloat).square().sum().backward();
+        expected.to(at::kFloat).square().sum().backward();
+        TORCH_CHECK(input.grad().equal(own.grad()));
+      }
+    }
+  });
   SUCCEED();
 }
 

@@ -9,7 +9,9 @@
 #include <atomic>
 #include <catch_torch.h>
 #include <deque>
+#include <filesystem>
 #include <functional>
+#include <iterator>
 #include <latch>
 #include <memory>
 #include <mutex>
@@ -54,6 +56,11 @@ class Post final : public Source {
   shm::Bell bell_;
   std::atomic<int64_t> looks_{0};
 };
+
+[[maybe_unused]] int64_t count_threads() {
+  const std::filesystem::directory_iterator tasks("/proc/self/task");
+  return std::distance(begin(tasks), end(tasks));
+}
 
 void run_at_once(int64_t count, const std::function<void(int64_t)>& work) {
   std::vector<std::thread> threads;
@@ -116,6 +123,68 @@ TEST_CASE("jobs that wait for each other need no more than one thread") {
   };
   run_at_once(3, [&](int64_t) { nest(20); });
   CHECK(done == 3 * 21);
+}
+
+#ifndef __SANITIZE_THREAD__  // so many threads take minutes there
+TEST_CASE("hundreds of jobs that wait may not be joined, and leave no threads behind") {
+  Post post;
+  ServingThreads threads(post, 2, 1);
+  threads.start();
+  const int64_t before = count_threads();
+  for (int64_t round = 0; round < 2; ++round) {
+    std::atomic<int64_t> deepest{0};
+    std::function<void(int64_t)> nest = [&](int64_t depth) {
+      deepest = depth;
+      if (threads.is_exhausted()) return;
+      std::atomic<bool> inner{false};
+      post.post([&] {
+        threads.run([&] {
+          nest(depth + 1);
+          inner = true;
+          shm::ring(post.bell());
+        });
+      });
+      CHECK(threads.wait([&] { return inner.load(); }, Clock::now() + kLong));
+    };
+    nest(0);
+    CHECK(deepest > 512);  // one that is about to wait does not count yet
+    CHECK(deepest < 520);
+    CHECK_FALSE(threads.is_exhausted());
+    const Clock::time_point until = Clock::now() + kLong;
+    while (count_threads() > before && Clock::now() < until) std::this_thread::yield();
+    CHECK(count_threads() <= before);
+  }
+  threads.stop();
+}
+#endif
+
+TEST_CASE("a chore that waits holds up no other") {
+  Housekeeping housekeeping;
+  std::latch over(1);
+  std::atomic<int64_t> done{0};
+  std::atomic<int64_t> tries{0};
+  for (int64_t i = 0; i < 3; ++i) {
+    housekeeping.add([&] {
+      over.wait();
+      return true;
+    });
+    housekeeping.add([&] {
+      ++done;
+      return true;
+    });
+  }
+  housekeeping.add([&] { return ++tries == 3; });
+  const Clock::time_point until = Clock::now() + kLong;
+  while ((done < 3 || tries < 3) && Clock::now() < until) {
+    housekeeping.look();
+    std::this_thread::yield();
+  }
+  CHECK(done == 3);
+  CHECK(tries == 3);
+  CHECK_FALSE(housekeeping.is_idle());
+  over.count_down();
+  while (!housekeeping.is_idle() && Clock::now() < until) std::this_thread::yield();
+  CHECK(housekeeping.is_idle());
 }
 
 TEST_CASE("jobs meet while somebody waits, as many as may run at one time") {

@@ -1,0 +1,145 @@
+"""Modules that save or load in a way of their own: what a checkpoint does about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from trireme._C import CheckpointTensor
+from trireme._core.owners import KeepsElsewhere, group_of_stages
+from trireme._saving.parts import NamedTensor, Ranks, plain_model, tensor_to_load, tensor_to_save
+
+_HARMLESS = ("torch.nn.", "torch.distributed.", "trireme.")
+"""Their hooks leave values and names as they are, or take off what wrappers have added."""
+
+
+class TensorsElsewhere:
+    """Copies of what modules of a model keep in other processes, such as ``remote.Module``. They
+    count as buffers, which are the same on all ranks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        plain = plain_model(model)
+        self._is_everywhere = group_of_stages(plain) is None
+        self._found = [
+            (name, module, module._tensors_elsewhere())
+            for name, module in plain.named_modules()
+            if isinstance(module, KeepsElsewhere)
+        ]
+
+    def to_save(self, ranks: Ranks) -> list[CheckpointTensor]:
+        return [tensor_to_save(named, ranks) for named in self._named()]
+
+    def to_load(self, ranks: Ranks) -> list[CheckpointTensor]:
+        return [tensor_to_load(named, ranks) for named in self._named()]
+
+    def put(self) -> None:
+        """Writes what has been loaded into the copies where it belongs."""
+        for _, module, tensors in self._found:
+            module._put_elsewhere(tensors)
+
+    def _named(self) -> Iterator[NamedTensor]:
+        for prefix, _, tensors in self._found:
+            for name, tensor in tensors.items():
+                full_name = f"{prefix}.{name}" if prefix else name
+                yield NamedTensor(full_name, tensor, True, self._is_everywhere)
+
+
+def expect_plain_states(model: nn.Module, ranks: Ranks) -> None:
+    """Refuses a module whose state dict is something else than its parameters and buffers.
+
+    Raises:
+        ValueError: there is one; the text names it, its class and the difference.
+    """
+    for prefix, owner in plain_model(model).named_modules():
+        if isinstance(owner, KeepsElsewhere) or not _saves_in_own_way(owner):
+            continue
+        difference = _difference_of(owner)
+        if difference:
+            ranks.refuse(
+                f"got '{prefix}', a {type(owner).__qualname__} whose state_dict() {difference}, "
+                "expected its parameters and buffers",
+                "Keep what it saves in buffers, or save it as `extra`.",
+            )
+
+
+def _saves_in_own_way(owner: nn.Module) -> bool:
+    hooks = (*owner._state_dict_hooks.values(), *owner._state_dict_pre_hooks.values())
+    return not all(map(_is_harmless, (owner._save_to_state_dict, owner.state_dict, *hooks)))
+
+
+def _is_harmless(code: Any) -> bool:
+    return (getattr(code, "__module__", None) or "").startswith(_HARMLESS)
+
+
+def _difference_of(owner: nn.Module) -> str:
+    """Says what its state dict has and has not; "" where that is what the tensors below it are."""
+    own: dict[str, torch.Tensor] = {}
+    elsewhere: list[str] = []
+    for prefix, module in owner.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        if isinstance(module, KeepsElsewhere):
+            elsewhere.append(dot)
+        kept = module._non_persistent_buffers_set
+        buffers = {name: value for name, value in module._buffers.items() if name not in kept}
+        for name, tensor in {**module._parameters, **buffers}.items():
+            if tensor is not None:
+                own[dot + name] = tensor
+    saved = owner.state_dict(keep_vars=True)
+    names = [name for name in saved if not name.startswith(tuple(elsewhere))]
+    for name in names:
+        if name not in own:
+            return f"has '{name}'"
+        if not _is_same(saved[name], own[name]):
+            return f"has another value as '{name}'"
+    missing = [name for name in own if name not in saved]
+    return f"lacks '{missing[0]}'" if missing else ""
+
+
+def _is_same(saved: Any, own: torch.Tensor) -> bool:
+    if saved is own:
+        return True
+    if type(saved) not in (torch.Tensor, nn.Parameter) or saved.shape != own.shape:
+        return False
+    return saved.dtype == own.dtype and saved.data_ptr() == own.data_ptr()
+
+
+def finish_loading(model: nn.Module, ranks: Ranks) -> None:
+    """Lets modules that load in their own way do so, with the values that they have by now: they
+    may derive others from them. The caller may write parameters."""
+    for owner in plain_model(model).modules():
+        if isinstance(owner, KeepsElsewhere):
+            continue
+        if _loads_in_own_way(owner):
+            _load_again(owner, ranks)
+        for hook in owner._load_state_dict_post_hooks.values():
+            if not _is_harmless(hook):
+                hook(owner, _IncompatibleKeys([], []))
+
+
+def _loads_in_own_way(owner: nn.Module) -> bool:
+    hooks = (getattr(it, "hook", it) for it in owner._load_state_dict_pre_hooks.values())
+    return not all(map(_is_harmless, (owner._load_from_state_dict, *hooks)))
+
+
+def _load_again(owner: nn.Module, ranks: Ranks) -> None:
+    """Loads what its own parameters and buffers are into them."""
+    state = {}
+    kept = owner._non_persistent_buffers_set
+    for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+        if tensor is not None and name not in kept:
+            state[name] = tensor.detach().clone()
+    missing: list[str] = []
+    unexpected: list[str] = []
+    errors: list[str] = []
+    metadata = {"version": owner._version}
+    owner._load_from_state_dict(state, "", metadata, True, missing, unexpected, errors)
+    if errors or missing or unexpected:
+        said = "; ".join(errors) or f"missing {missing}, unexpected {unexpected}"
+        ranks.refuse(
+            f"got a {type(owner).__qualname__} that does not load what it had saved: {said}",
+            "Look at its _load_from_state_dict() and its hooks.",
+        )
