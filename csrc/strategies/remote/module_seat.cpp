@@ -2,8 +2,8 @@
 
 #include <trireme/activation/kept_tensor.h>
 #include <trireme/common/error.h>
-#include <trireme/module/backward_anchors.h>
 #include <trireme/module/autograd_node.h>
+#include <trireme/module/backward_anchors.h>
 #include <trireme/strategies/remote/carried_autocast.h>
 #include <trireme/strategies/remote/value_tensors.h>
 
