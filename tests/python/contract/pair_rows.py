@@ -172,8 +172,8 @@ def bound(place: Place) -> Iterator[Made]:
     if place.alone:
         yield Made(model)
         return
-    optimizer = ps.SGD(LR / place.pushers)
-    described = ps.Dense("layer", model[0], optimizer=optimizer, reduction="sum")
+    reduction = "mean" if place.pushers > 1 else "sum"
+    described = ps.Dense("layer", model[0], optimizer=ps.SGD(LR), reduction=reduction)
     with ps.ParameterServer([described]) as server:
         table = server["layer"]
 

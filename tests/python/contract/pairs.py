@@ -85,7 +85,7 @@ hooks of parameters                             +  +  +  +  +  +  +  +  +  +  + 
 `_save_to_state_dict` of its own                +  +  +  +  +  +  +  +  +  +  +  +  X3 +
 complex parameters                              +  +  +  +  +  +  +  +  +  +  +  W1 +  +
 tensors negated or conjugated lazily            +  +  +  +  +  +  +  +  +  +  +  +  +  +
-sparse gradients                                +  Z1 Z1 +  +  +  +  +  +  +  +  W2 +  +
+sparse gradients                                +  Z1 +  +  +  +  +  +  +  +  +  W2 +  +
 `torch.compile`                                 +  +  +  +  +  D3 +  +  +  +  +  +  +  +
 `inference_mode`                                +  +  +  +  +  +  +  +  +  +  +  +  +  +
 several threads of the user's                   +  +  +  +  C1 D1 C1 +  C1 +  +  +  +  +
