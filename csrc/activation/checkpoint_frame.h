@@ -135,8 +135,10 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
   // Says once per process that a checkpoint has nothing to recompute, if this one has not.
   void warn_if_useless() const;
 
-  // Returns the calls of functions that are under way on this thread, outer ones first.
+  // Return the calls of functions that are under way on this thread, outer ones first, and whether
+  // there is one.
   static CheckpointRuns runs();
+  static bool is_under_way() { return !calls().empty(); }
 
   // Returns how many tensors the forward has saved.
   size_t saved() const { return places_.size(); }

@@ -15,6 +15,14 @@ namespace trireme {
 
 CheckpointRun::~CheckpointRun() = default;
 
+bool may_be_in_checkpoint() {
+  return CheckpointFrame::is_under_way() || SavedTensorHooks::get().may_have_runs_of_others();
+}
+
+bool is_checkpoint_under_way() {
+  return CheckpointFrame::is_under_way() || !SavedTensorHooks::get().runs_of_others().empty();
+}
+
 std::vector<at::Tensor> once_per_forward(const std::function<std::vector<at::Tensor>()>& read) {
   CheckpointRuns runs = CheckpointFrame::runs();
   CheckpointRuns others = SavedTensorHooks::get().runs_of_others();

@@ -30,6 +30,11 @@ class TRIREME_API CheckpointRun {
 };
 using CheckpointRuns = std::vector<std::unique_ptr<CheckpointRun>>;
 
+// Say whether once_per_forward() has anything to do on this thread, and whether it may have, which
+// is known at almost no cost.
+TRIREME_API bool is_checkpoint_under_way();
+TRIREME_API bool may_be_in_checkpoint();
+
 // Returns what `read` returns: tensors without a graph. In a function of a checkpoint the forward
 // keeps them until its graph goes, and a recomputation gets copies of what its forward has got.
 TRIREME_API std::vector<at::Tensor> once_per_forward(

@@ -77,8 +77,10 @@ class TRIREME_API SavedTensorHooks {
   // Says whether an exception out of a function is the end that a null of pack() brings about.
   virtual bool is_stop(const std::exception_ptr& error);
 
-  // Returns the calls that are under way on this thread of checkpoints that are not ours.
+  // Return the calls that are under way on this thread of checkpoints that are not ours, and
+  // whether it is worth looking for them.
   virtual CheckpointRuns runs_of_others() { return {}; }
+  virtual bool may_have_runs_of_others() { return false; }
 
   // Waits for a lock. What the thread holds besides, such as the interpreter, it lets go meanwhile.
   virtual void lock(std::recursive_mutex& mutex) { mutex.lock(); }

@@ -274,14 +274,17 @@ class PythonHooks : public SavedTensorHooks {
   }
 
   // Torch's older way runs the forward without gradients, and calls it again inside of a node.
+  static bool may_be_reentrant() {
+    return !at::GradMode::is_enabled() || torch::autograd::get_current_graph_task_id() >= 0;
+  }
+  bool may_have_runs_of_others() override {
+    return !at::SavedTensorDefaultHooks::get_tls_state().stack.empty() || may_be_reentrant();
+  }
   CheckpointRuns runs_of_others() override {
-    const bool may_be_reentrant =
-        !at::GradMode::is_enabled() || torch::autograd::get_current_graph_task_id() >= 0;
-    const auto& state = at::SavedTensorDefaultHooks::get_tls_state();
-    if (state.stack.empty() && !may_be_reentrant) return {};
+    if (!may_have_runs_of_others()) return {};
     const py::gil_scoped_acquire gil;
-    const bool is_reentrant = may_be_reentrant && is_in_reentrant_checkpoint();
-    auto stack = state.stack;
+    const bool is_reentrant = may_be_reentrant() && is_in_reentrant_checkpoint();
+    auto stack = at::SavedTensorDefaultHooks::get_tls_state().stack;
     py::list hooks;
     for (; !stack.empty(); stack.pop()) {
       PyObject* hook = stack.top().first.ptr(getPyInterpreter());

@@ -155,7 +155,7 @@ NamedTensors DenseTable::pull_tensors(bool view) {
     wait_to_read([&] { answers = ask_others(); });
     return read(view, answers).values();
   };
-  return named(view ? read_now() : once_per_forward(read_now));
+  return named(view || !may_be_in_checkpoint() ? read_now() : once_per_forward(read_now));
 }
 
 // --- push ----------------------------------------------------------------------------------------
@@ -260,9 +260,9 @@ void DenseTable::push(double scale) {
   if (bound_) bound_->check_unchanged("push");
   finish_pushes();
   // What other threads add to .grad while it waits belongs to this push, too.
-  wait_to_push(errand("push"));
+  wait_to_push();
   const Gradients gradients = take_own_gradients();
-  if (begin_push(errand("push"))) push_now(gradients, scale);
+  if (begin_push()) push_now(gradients, scale);
   for (const at::Tensor& tensor : spec().tensors) tensor.mutable_grad() = at::Tensor();
 }
 
@@ -272,7 +272,7 @@ void DenseTable::push_tensors(const NamedTensors& gradients, double scale) {
   if (bound_) bound_->check_unchanged("push");
   const Gradients found = gradients_by_name(gradients);
   finish_pushes();
-  if (begin_push(errand("push"))) push_now(found, scale);
+  if (begin_push()) push_now(found, scale);
 }
 
 // --- what returns at once ------------------------------------------------------------------------
@@ -280,7 +280,7 @@ void DenseTable::push_tensors(const NamedTensors& gradients, double scale) {
 Pending DenseTable::push_or_keep(Gradients gradients, double scale) {
   if (can_push()) {
     finish_pushes();
-    if (begin_push(errand("push"))) push_now(gradients, scale);
+    if (begin_push()) push_now(gradients, scale);
     return {};
   }
   for (at::Tensor& gradient : gradients)
@@ -303,6 +303,7 @@ Pending DenseTable::pull_async() {
 }
 
 Pending DenseTable::pull_tensors_async(bool view) {
+  if (!view && is_checkpoint_under_way()) return pulled(pull_tensors().values());
   const auto turn = desk().enter("pull");
   check_view(view);
   const RemoteAnswers answers = ask_others();

@@ -189,6 +189,7 @@ at::Tensor SparseTable::gather(const at::Tensor& ids, bool create, const Asked& 
 
 at::Tensor SparseTable::pull(const at::Tensor& ids, bool create) {
   TRIREME_TRACE("ps.pull");
+  if (!may_be_in_checkpoint()) return pull_now(ids, create).to(ids.device());
   const auto read = [&] { return std::vector<at::Tensor>{pull_now(ids, create)}; };
   return once_per_forward(read).front().to(ids.device());
 }
@@ -203,6 +204,7 @@ at::Tensor SparseTable::pull_now(const at::Tensor& ids, bool create) {
 }
 
 Pending SparseTable::pull_async(const at::Tensor& ids, bool create) {
+  if (is_checkpoint_under_way()) return pulled({pull(ids, create)});
   desk().check_worker("pull");
   at::Tensor checked = checked_ids(ids, "pull");
   const auto turn = desk().enter("pull");
@@ -372,7 +374,7 @@ void SparseTable::push(const at::Tensor& ids, const at::Tensor& gradients, doubl
   const at::Tensor rows = checked_gradients(ids, gradients);
   const auto turn = desk().enter("push");
   finish_pushes();
-  if (begin_push(errand("push"))) push_now(checked, rows, scale);
+  if (begin_push()) push_now(checked, rows, scale);
 }
 
 Pending SparseTable::push_async(const at::Tensor& ids, const at::Tensor& gradients, double scale) {
@@ -382,7 +384,7 @@ Pending SparseTable::push_async(const at::Tensor& ids, const at::Tensor& gradien
   const auto turn = desk().enter("push");
   if (can_push()) {
     finish_pushes();
-    if (begin_push(errand("push"))) push_now(checked, rows, scale);
+    if (begin_push()) push_now(checked, rows, scale);
     return {};
   }
   if (checked.is_alias_of(ids)) checked = checked.clone();

@@ -63,7 +63,7 @@ void Table::set_lr(double lr) {
                  board_->where(), "Give the learning rate to the optimizer, or use no backup."));
   if (remote() == nullptr) return own_steps().set_learning_rate(lr, errand("push"));
   // From here on no other thread comes in between, so that it is one clock on all hosts.
-  wait_to_push(errand("push"));
+  wait_to_push();
   finish_pushes();
   own_steps().set_learning_rate(lr, errand("push"));
   ShareRequest request;
@@ -132,15 +132,6 @@ void Table::wait_for(uint64_t clock) {
     errand.worker = worker;
     board_->wait_clock(worker, errand.clock, errand);
   }
-}
-
-void Table::wait_to_read(const std::function<void()>& ask) {
-  uint64_t clock = 0;
-  do {
-    clock = board_->clock();
-    ask();
-    wait_for(clock);
-  } while (is_bsp() && board_->clock() != clock);
 }
 
 void Table::read_one_clock(const std::function<void()>& read) {
@@ -222,18 +213,33 @@ Pending Table::pull_later(std::function<std::vector<at::Tensor>()> read,
   return Pending(std::make_unique<Pull>(*this, std::move(read), std::move(has_answers)));
 }
 
+class Table::Pulled final : public Pending::State {
+ public:
+  explicit Pulled(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {}
+  bool done() const override { return true; }
+  void wait() override {}
+  std::vector<at::Tensor> result() override { return tensors_; }
+
+ private:
+  std::vector<at::Tensor> tensors_;
+};
+
+Pending Table::pulled(std::vector<at::Tensor> tensors) {
+  return Pending(std::make_unique<Pulled>(std::move(tensors)));
+}
+
 // --- pushes --------------------------------------------------------------------------------------
 
 bool Table::can_push() const {
   return !is_bsp() || board_->clock() == 0 || steps().applied() >= board_->clock() - 1;
 }
 
-void Table::wait_to_push(const Errand& errand) {
-  while (!can_push()) own_steps().bring_to(board_->clock() - 1, errand);
+void Table::wait_to_push() {
+  while (!can_push()) own_steps().bring_to(board_->clock() - 1, errand("push"));
 }
 
-bool Table::begin_push(const Errand& errand) {
-  wait_to_push(errand);
+bool Table::begin_push() {
+  wait_to_push();
   return desk_->count_push();
 }
 
@@ -265,7 +271,7 @@ Pending Table::push_later(std::function<void()> push) {
 
 void Table::finish_pushes() {
   while (!open_pushes_.empty()) {
-    wait_to_push(errand("push"));
+    wait_to_push();
     if (open_pushes_.empty()) return;  // another thread has done them meanwhile
     OpenPush& first = *open_pushes_.front();
     // One that has failed is done again, and was counted.

@@ -118,23 +118,33 @@ class TRIREME_API Table {
   // unless another thread of this worker has ended it meanwhile.
   void wait_for(uint64_t clock);
   // Waits for the open clock. `ask` asks the other hosts for what they have in it.
-  void wait_to_read(const std::function<void()>& ask);
+  template <typename Ask>
+  void wait_to_read(const Ask& ask) {
+    uint64_t clock = 0;
+    do {
+      clock = board_->clock();
+      ask();
+      wait_for(clock);
+    } while (is_bsp() && board_->clock() != clock);
+  }
   // Calls `read` until no clock was closed meanwhile, which can be with backup workers only.
   void read_one_clock(const std::function<void()>& read);
   // Returns a pull that `read` finishes: at once where it need not wait, else in wait().
   // `has_answers` says whether the other hosts have answered, for those who were asked.
   Pending pull_later(std::function<std::vector<at::Tensor>()> read,
                      std::function<bool()> has_answers = {});
+  // Returns a pull that is over. In a checkpoint none is left for later.
+  static Pending pulled(std::vector<at::Tensor> tensors);
 
   // --- pushes ---
 
   // Says whether a push of this clock finds its place free.
   bool can_push() const;
   // Waits until it does.
-  void wait_to_push(const Errand& errand);
+  void wait_to_push();
   // Does that, and counts the push; false where its clock was closed without this worker, so that
   // it is dropped.
-  bool begin_push(const Errand& errand);
+  bool begin_push();
   // Returns a push whose place is not free: `push`, which waits for no clock, follows in wait(), in
   // the next push, or in clock().
   Pending push_later(std::function<void()> push);
@@ -143,6 +153,7 @@ class TRIREME_API Table {
 
  private:
   class Pull;
+  class Pulled;
   class Push;
   struct OpenPush;
 

@@ -118,7 +118,7 @@ def test_verbs_that_cannot_be(rank: int) -> None:
         table.push({"x": torch.ones(4)})
     with raises(ValueError, "got a gradient of 'y', expected names of table 't'"):
         table.push({"y": torch.ones(3)})
-    with raises(ValueError, "got a gradient of dtype Long for 'x'"):
+    with raises(ValueError, "got a gradient of dtype int64 for 'x'"):
         table.push({"x": torch.ones(3, dtype=torch.long)})
     with raises(TypeError, "push: got no gradients, expected gradients by name"):
         table.push()

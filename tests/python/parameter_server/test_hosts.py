@@ -430,7 +430,7 @@ def refuse_dense(table: ps.DenseTable) -> None:
             ({"y": torch.ones(40, 1000), "x": torch.ones(4)}, "of shape [4] for 'x' of table 't'"),
             ({"x": torch.ones(3), "y": torch.ones(40, 999)}, "of shape [40, 999] for 'y'"),
             ({"x": torch.ones(3), "z": torch.ones(3)}, "of 'z', expected names of table 't'"),
-            ({"x": torch.ones(3, dtype=torch.long)}, "of dtype Long for 'x'"),
+            ({"x": torch.ones(3, dtype=torch.long)}, "of dtype int64 for 'x'"),
             ({"x": torch.ones(3).to_sparse()}, "of layout Sparse for 'x' of table 't'"),
         ):
             with raises(ValueError, "[ps] push: got a gradient " + text):

@@ -18,6 +18,7 @@ from harness.on_ranks import on_shm_ranks
 
 DIM = 4
 IDS = torch.tensor([1, 2, 1, 3])
+LATER = [("rows", IDS + 50), ("dense",)]
 Function = Callable[..., Any]
 
 torchs = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
@@ -61,6 +62,8 @@ class Layer(nn.Module):
         rows = self.embedding(IDS).mul_(0.5) * self.weight
         rows = rows.exp_() + self.bag(IDS.view(2, 2)).sum(0).sin() * self.weight
         pulled = self.server["rows"].pull(IDS + 100) + self.server["dense"].pull()["x"]
+        later = [self.server[name].pull(*ids, async_op=True) for name, *ids in LATER]
+        pulled = pulled + later[0].wait() * later[1].wait()["x"]
         return x * rows.exp() + pulled * self.weight
 
 
@@ -104,7 +107,7 @@ def test_what_is_kept_goes_with_its_graph(rank: int) -> None:
             pulls = server.stats()["pulls"]
             out = checkpoint(layer, torch.rand(4, DIM, requires_grad=True))
             out.sum().backward()
-            assert server.stats()["pulls"] == pulls + 4  # the forward's
+            assert server.stats()["pulls"] == pulls + 6  # the forward's
         with torch.no_grad():
             layer(torch.rand(4, DIM))
-        assert server.stats()["pulls"] == pulls + 8
+        assert server.stats()["pulls"] == pulls + 12

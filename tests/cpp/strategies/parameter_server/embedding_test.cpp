@@ -87,8 +87,8 @@ TEST_CASE("sparse: bad input is refused by name, and changes nothing") {
     return found;
   });
   check_texts(texts,
-              {"got id 10", "ids in [0, 10)", "ids of Float", "expected Float [1, 5]", "dtype Half",
-               "expected a dense one", "expected one of 'items'", "0", "closed"});
+              {"got id 10", "ids in [0, 10)", "ids of float32", "expected float32 [1, 5]",
+               "dtype float16", "expected a dense one", "expected one of 'items'", "0", "closed"});
   const auto refused = [&](const ps::TableSpec& table, const char* text) {
     check_texts(on_workers<Texts>(2,
                                   [&](ThreadRank& rank) {
@@ -99,7 +99,7 @@ TEST_CASE("sparse: bad input is refused by name, and changes nothing") {
   };
   refused(ps::sparse("t", 0, ps::SGD{}), "dim=0");
   refused(ps::sparse("t", 1, ps::SGD{}, {.init = ps::Normal{-1}}), "Normal(std=-1)");
-  refused(ps::sparse("t", 1, ps::SGD{}, {.dtype = at::kLong}), "dtype Long");
+  refused(ps::sparse("t", 1, ps::SGD{}, {.dtype = at::kLong}), "dtype int64");
   refused(ps::sparse("t", 1, ps::SGD{}, {.rows = 0}), "rows=0");
   refused(zeros_table("t", 3, ps::RowwiseAdagrad{}), "without rows");
   check_texts(on_workers<Texts>(2,

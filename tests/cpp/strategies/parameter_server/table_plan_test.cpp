@@ -90,7 +90,7 @@ TEST_CASE("tables that cannot be are named") {
   CHECK_THAT(of(zeros_table("", 3, ps::SGD{})), Catch::Contains("without a name"));
   CHECK_THAT(of(ps::dense("t", ps::NamedTensors(), ps::SGD{})), Catch::Contains("no tensors"));
   CHECK_THAT(of(ps::dense("t", named_x(at::zeros({2}, at::kLong)), ps::SGD{})),
-             Catch::Contains("table 't' with 'x' of dtype Long"));
+             Catch::Contains("table 't' with 'x' of dtype int64"));
   CHECK_THAT(of(zeros_table("t", 3, ps::SGD{.lr = -1})),
              Catch::Contains("got SGD(lr=-1, momentum=0, weight_decay=0), expected lr >= 0"));
   CHECK_THAT(of(zeros_table("t", 3, ps::SGD{}, {.staleness = 2})),
