@@ -176,14 +176,14 @@ std::shared_ptr<Runner> without_gil(std::unique_ptr<Runner> runner) {
           }};
 }
 
-std::shared_ptr<PipelineEngine> make_engine(const PipelineSchedule& schedule,
-                                            std::vector<PipelineStageRequest> stages,
-                                            std::shared_ptr<Communicator> communicator,
-                                            bool scale_grads, std::vector<Skip> skips,
-                                            std::vector<Tied> tied,
-                                            std::shared_ptr<Communicator> copies) {
-  PipelineEngineOptions options{
-      .scale_grads = scale_grads, .skips = to_skips(std::move(skips)), .copies = std::move(copies)};
+std::shared_ptr<PipelineEngine> make_engine(
+    const PipelineSchedule& schedule, std::vector<PipelineStageRequest> stages,
+    std::shared_ptr<Communicator> communicator, bool scale_grads, std::vector<Skip> skips,
+    std::vector<Tied> tied, std::shared_ptr<Communicator> copies, bool scale_unlisted) {
+  PipelineEngineOptions options{.scale_grads = scale_grads,
+                                .skips = to_skips(std::move(skips)),
+                                .copies = std::move(copies),
+                                .scale_unlisted = scale_unlisted};
   for (Tied& holders : tied) {
     TiedParameter& parameter = options.tied.emplace_back();
     for (auto& [stage, name] : holders) parameter.holders.push_back({stage, std::move(name)});
@@ -347,7 +347,7 @@ void init_pipeline_engine(py::module_& module) {
                                                                               "PipelineEngine")
       .def(py::init(wrap_pybind_function(make_engine)), py::arg("schedule"), py::arg("stages"),
            py::arg("communicator"), py::arg("scale_grads"), py::arg("skips"), py::arg("tied"),
-           py::arg("copies") = nullptr)
+           py::arg("copies") = nullptr, py::arg("scale_unlisted") = true)
       .def("set_parameters",
            wrap_pybind_function(
                [](PipelineEngine& engine, int64_t stage, Named parameters, Strategies strategies) {
@@ -364,6 +364,11 @@ void init_pipeline_engine(py::module_& module) {
                  return rows.for_pass(micro_batches, recomputation(checkpoint));
                }),
            py::arg("micro_batches"), py::arg("checkpoint"));
+  py::class_<BatchVersions, std::shared_ptr<BatchVersions>>(module, "BatchVersions")
+      .def(py::init())
+      .def("apart", wrap_pybind_function(&BatchVersions::apart), py::arg("piece"),
+           py::arg("micro_batch"))
+      .def("tell_batch", wrap_pybind_function(&BatchVersions::tell_batch));
   py::class_<PipelinePass, std::shared_ptr<PipelinePass>>(module, "PipelinePass")
       .def(py::init<std::shared_ptr<RowThreads>, std::shared_ptr<BatchVersions>>(), py::arg("rows"),
            py::arg("versions"))
@@ -371,11 +376,6 @@ void init_pipeline_engine(py::module_& module) {
            py::arg("micro_batch"))
       .def("forward", wrap_pybind_function(run_pass), py::arg("inputs"),
            py::arg("around_backward"));
-  py::class_<BatchVersions, std::shared_ptr<BatchVersions>>(module, "BatchVersions")
-      .def(py::init())
-      .def("apart", wrap_pybind_function(&BatchVersions::apart), py::arg("piece"),
-           py::arg("micro_batch"))
-      .def("tell_batch", wrap_pybind_function(&BatchVersions::tell_batch));
   py::class_<CallTurn>(module, "CallTurn")
       .def(py::init<std::shared_ptr<Communicator>>(), py::arg("ranks") = nullptr)
       .def("take", wrap_pybind_function_no_gil(&CallTurn::take), py::arg("runner").none(true))

@@ -161,6 +161,7 @@ class PipelineEngine(PipelineRunner):
         skips: Sequence[tuple[str, int, int]],
         tied: Sequence[Sequence[tuple[int, str]]],
         copies: Communicator | None = None,
+        scale_unlisted: bool = True,
     ) -> None: ...
     def set_parameters(
         self, stage: int, parameters: _Named, strategies: Sequence[HeldBackwards]

@@ -52,6 +52,9 @@ struct PipelineEngineOptions {
   // Says that rows are threads of one process: exceptions of stages come out as they were thrown,
   // and strategies are not led.
   bool on_threads = false;
+  // Says whether gradients that come to no parameter of a stage are means, too; torch's schedules
+  // leave them sums.
+  bool scale_unlisted = true;
   // Has what rows on threads find together; null for what a row finds by itself.
   std::shared_ptr<UnlistedGradients> unlisted = nullptr;
 };

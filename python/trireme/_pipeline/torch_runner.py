@@ -166,6 +166,7 @@ class StageRunner:
             scale_grads,
             self._skips(table.stages, communicator),
             [],
+            scale_unlisted=False,  # torch divides gradients of stages' parameters alone
         )
 
     def _skips(self, stages: int, communicator: Communicator) -> list[tuple[str, int, int]]:

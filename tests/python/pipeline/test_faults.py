@@ -98,7 +98,8 @@ def test_a_stage_raises(rank: int, world: int) -> None:
                     assert isinstance(last, Breaks)
                     last.arm(micro_batch, broken, in_backward)
                 parts = [f"stage {number}", f"(rank {holder} of {world})"]
-                parts += [f"{number}{'B' if in_backward else 'F'}{micro_batch}"]
+                what = "backward" if in_backward else "forward"
+                parts += [f"the {what} of micro-batch {micro_batch} of stage {number}"]
                 # The exception of a hook passes through autograd, and is no cause.
                 with fails(rank == holder and not in_backward, *parts):
                     both.pipe.step(rows(0), target=rows(1))
@@ -118,7 +119,7 @@ def test_sums_of_a_step_that_failed_are_dropped(rank: int) -> None:
     before = [(parameter.grad, parameter.grad.clone()) for parameter in pipe.parameters()]
     if rank == 1:
         breaks_of(pipe)[-1].arm(3, broken, False)
-    with fails(rank == 1, "1F3"):
+    with fails(rank == 1, "the forward of micro-batch 3 of stage 1"):
         pipe.step(rows(0), target=rows(1))
     for parameter, (grad, copy) in zip(pipe.parameters(), before, strict=True):
         assert parameter.grad is grad and torch.equal(grad, copy)
@@ -137,7 +138,7 @@ def test_the_loss_raises(rank: int) -> None:
     expected = pipe.step(rows(0), target=rows(1))
     for call in (pipe.step, pipe.eval_step):
         armed[0] = True
-        with fails(rank == 2, "stage 2", "(rank 2 of 3)", "2F0"):
+        with fails(rank == 2, "stage 2", "(rank 2 of 3)", "of micro-batch 0 of stage 2"):
             call(rows(0), target=rows(1))
         armed[0] = False
         assert torch.equal(pipe.step(rows(0), target=rows(1)), expected)
@@ -186,7 +187,7 @@ def test_ctrl_c_in_a_stage_and_in_a_wait(rank: int) -> None:
     if rank == 0:  # it waits for nobody before its first message is due
 
         def wake() -> None:
-            until_inside(1, "receive of 1F0 by channel 'stage 0 to stage 1'")
+            until_inside(1, "receive of the forward of micro-batch 0 of stage 1")
             os.kill(process_of(1), signal.SIGINT)
             stay_until("rank 1 was interrupted")
 
@@ -258,7 +259,10 @@ def test_no_memory_for_a_slot(rank: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (taken + (16 << 20), resource.RLIM_INFINITY))
 
     grows.call = leave_no_room
-    parts = ["send of 0F0 by channel 'stage 0 to stage 1' to rank 1", "got no memory to share"]
+    what = (
+        "send of the forward of micro-batch 0 of stage 0 by channel 'stage 0 to stage 1' to rank 1"
+    )
+    parts = [what, "got no memory to share"]
     with raises(dist.DistBackendError, *parts, "needs ", " bytes, free are "):
         try:
             pipe.step(rows(0))
@@ -308,21 +312,23 @@ class Unprintable(Exception):
 @on_shm_ranks(2)
 def test_errors_whose_text_cannot_be_sent(rank: int) -> None:
     both = Both(fragile_layers, schedule="1f1b")
-    cases = {
-        ValueError("half \udcff"): r"ValueError: half \udcff",
-        Unprintable(): "Unprintable: <its text cannot be made>",
+    cases: dict[str, Callable[[], Exception]] = {
+        r"ValueError: half \udcff": lambda: ValueError("half \udcff"),
+        "Unprintable: <its text cannot be made>": Unprintable,
     }
-    for error, text in cases.items():
+    for text, make in cases.items():
 
-        def fail(error: Exception = error) -> None:
-            raise error
+        def fail(make: Callable[[], Exception] = make) -> None:
+            raise make()
 
         if rank == 1:
             breaks_of(both.pipe)[0].arm(1, fail)
         with pytest.raises(RuntimeError) as caught:
             both.pipe.step(rows(0), target=rows(1))
         assert text in message_of(caught.value)
-        assert "of micro-batch " in message_of(caught.value)
+        assert "the forward of micro-batch 1 of stage 1" in message_of(caught.value)
+        breaks_of(both.pipe)[0].disarm()
+    both.train(0)
 
 
 @on_shm_ranks(2)

@@ -10,6 +10,7 @@ import trireme
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.functional import mse_loss
+from trireme import ps, remote
 
 from harness.faults import RANKLESS_FORM, raises
 from harness.on_ranks import on_shm_ranks
@@ -92,6 +93,80 @@ def test_what_a_backward_sends_on_ranks(rank: int) -> None:
     for form in FORMS:
         for scale_grads in (True, False):
             compare(True, form, scale_grads)
+
+
+def rows_pushed(rank: int, ranks: bool) -> None:
+    """A pipeline whose first stage looks up rows pushes what one process would."""
+    options: dict[str, Any] = {"ranks": True} if ranks else {"devices": ["cpu"] * 2}
+    items = ps.Sparse("items", WIDTH, optimizer=ps.Sum(), init=ps.Uniform(1.0), reduction="sum")
+    with ps.ParameterServer([items]) as server:
+        table, ids, y = server["items"], torch.arange(8), rows(1, 8)
+        torch.manual_seed(2)
+        last = nn.Linear(WIDTH, WIDTH)
+        net = nn.Sequential(ps.Embedding(table), nn.Tanh(), last)
+        pipe = trireme.Pipeline(net, CHUNKS, loss=mse_loss, balance=[1, 2], **options)
+        before = table.pull(ids).clone()
+        leaf = before.clone().requires_grad_()
+        mse_loss(last(leaf.tanh()), y).backward()
+        expected, last.weight.grad = last.weight.grad, None
+        pipe.step(ids, target=y)
+        server.clock()
+        torch.testing.assert_close(table.pull(ids), before + leaf.grad)
+        if not ranks or rank == 1:
+            torch.testing.assert_close(last.weight.grad, expected)
+
+
+class Hides(nn.Module):
+    """Looks rows up in what is no module in it."""
+
+    def __init__(self, embedding: ps.Embedding) -> None:
+        super().__init__()
+        self.look_up = embedding.forward
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.look_up(ids)
+
+
+@on_shm_ranks(1)
+def test_rows_of_a_server_in_threads(rank: int) -> None:
+    rows_pushed(rank, False)
+    items = ps.Sparse("items", WIDTH, optimizer=ps.Sum())
+    with ps.ParameterServer([items]) as server:
+        net = nn.Sequential(Hides(ps.Embedding(server["items"])), nn.Linear(WIDTH, WIDTH))
+        pipe = trireme.Pipeline(net, CHUNKS, devices=["cpu"] * 2, loss=mse_loss)
+        with pytest.raises(ValueError, match=r"got a backward of stage 0 .* that sends gradients"):
+            pipe.step(torch.arange(8), target=rows(1, 8))
+        mse_loss(pipe(torch.arange(8)), rows(1, 8)).backward()  # the caller's loss is a mean
+
+
+@on_shm_ranks(2)
+def test_rows_of_a_server_on_ranks(rank: int) -> None:
+    rows_pushed(rank, True)
+
+
+@remote.function
+def make_linear() -> nn.Module:
+    torch.manual_seed(6)
+    return nn.Linear(WIDTH, WIDTH)
+
+
+@on_shm_ranks(2)
+def test_a_remote_module(rank: int) -> None:
+    remote.start(f"p{rank}")
+    if rank == 0:
+        far = remote.Module("p1", make_linear, optimizer=ps.SGD(1.0))
+        near = make_linear()
+        torch.manual_seed(2)
+        last = nn.Linear(WIDTH, WIDTH)
+        net = nn.Sequential(far, nn.Tanh(), last)
+        pipe = trireme.Pipeline(net, CHUNKS, devices=["cpu"] * 2, loss=mse_loss)
+        x, y = rows(0, 8), rows(1, 8)
+        mse_loss(last(near(x).tanh()), y).backward()
+        pipe.step(x, target=y)
+        far.step()
+        for name, parameter in near.named_parameters():
+            torch.testing.assert_close(far.state_dict()[name], parameter - parameter.grad)
+    remote.stop()
 
 
 def test_a_scaler_is_refused() -> None:

@@ -168,7 +168,7 @@ void PipelineEngine::Row::look_for_unlisted(const RowAction& action) {
   const bool divides = !divides_losses_ && options_.scale_grads && schedule_.micro_batches > 1;
   if (!divides && mode_.loss_scale == 1) return;
   const auto graph = action.stage->graph_of(action.micro_batch);
-  if (!gradients_->unlisted().add(graph, divides)) return;
+  if (!gradients_->unlisted().add(graph, divides && options_.scale_unlisted)) return;
   refuse_pipeline(c10::str("got a backward of ", action.stage->text(),
                            " that sends gradients away, to a table or another process, before ",
                            divides ? "the step divides them by the number of micro-batches"

@@ -395,7 +395,7 @@ TEST_CASE("what packs saved tensors goes along to the rows") {
     output = pipe->forward(x);
   }
   const int64_t packed = packer->packed;
-  CHECK(packed >= 4 * 4);  // of each micro-batch what each layer saves
+  CHECK(packed >= 4 * 4);  // each layer saves something of each micro-batch
   output.sum().backward();
   pipe->forward(x).sum().backward();
   CHECK(packer->packed == packed);
