@@ -33,7 +33,7 @@ void free_abandoned_nodes() noexcept {
     node->add_input_metadata(gradient);
     torch::autograd::Engine::get_default_engine().execute(
         {torch::autograd::Edge(std::move(node), 0)}, {gradient}, /*keep_graph=*/false,
-        /*create_graph=*/false, /*accumulate_grad=*/false);
+        /*create_graph=*/false, /*accumulate_grad=*/true);
   } catch (...) {  // the next backward frees them
   }
 }

@@ -243,6 +243,7 @@ def shard(group: ParamGroup, params: Sequence[ShardedParameter], mesh: FsdpMesh)
         else:
             group.write_whole(index, given.detach())
         sharded = nn.Parameter(param.as_dtensor(local), requires_grad=original.requires_grad)
+        sharded._local_tensor = local  # type: ignore[attr-defined]  # nn.Parameter made an alias
         sharded.__dict__.update(original.__dict__)
         for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             if user_hooks(original, kind):  # their handles know this dictionary
@@ -308,6 +309,22 @@ def note_casts(params: Sequence[ShardedParameter], policy: MixedPrecisionPolicy)
     return any_cast
 
 
+def check_data(groups: Iterable[tuple[ParamGroup, Sequence[ShardedParameter]]]) -> None:
+    """Refuses ``.data =`` on parameters of units, once: torch has not put the values there.
+
+    Raises:
+        RuntimeError: a parameter has got another ``.data`` since this was asked.
+    """
+    given = [params[index].name for group, params in groups for index in group.take_given_data()]
+    if given:
+        refuse(
+            f"got '{given[0]}' with another .data, which a DTensor does not take over: its values "
+            "are those from before",
+            "Write in place: with torch.no_grad(): param.copy_(values).",
+            kind=RuntimeError,
+        )
+
+
 def adopt(
     group: ParamGroup, params: Sequence[ShardedParameter], shards: Sequence[torch.Tensor]
 ) -> None:
@@ -316,15 +333,7 @@ def adopt(
 
     Raises:
         ValueError: it does not fit.
-        RuntimeError: it was lost, because torch has not put it there.
     """
-    if lost := group.take_given_data():
-        refuse(
-            f"got '{params[lost[0]].name}' with another .data, which a DTensor does not take over: "
-            "its values are those from before",
-            "Write in place: with torch.no_grad(): param.copy_(values).",
-            kind=RuntimeError,
-        )
     for index, param in enumerate(params):
         module, name = param.places[0]
         given = module._parameters[name]

@@ -20,7 +20,7 @@ from trireme._fsdp.comms import (
     say_no_memory,
     use_reduce_scatter,
 )
-from trireme._fsdp.params import user_hooks
+from trireme._fsdp.params import check_data, user_hooks
 
 if TYPE_CHECKING:
     from trireme._fsdp.mesh import FsdpMesh
@@ -130,7 +130,9 @@ class FsdpRoot:
 
     def settle(self) -> None:
         if self.core is not None and self.core.is_writing:
-            for unit in self.units:
+            unsettled = [unit for unit in self.units if not unit.is_settled]
+            check_data((unit.group, unit.params) for unit in unsettled if unit.group is not None)
+            for unit in unsettled:
                 unit.settle()
 
     def begin_writing(self) -> None:

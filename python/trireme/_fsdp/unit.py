@@ -22,7 +22,14 @@ from trireme._fsdp import refuse
 from trireme._fsdp.comms import customizable, hook_of, use_all_gather
 from trireme._fsdp.join import in_join, notify_of_forward
 from trireme._fsdp.mesh import FsdpMesh
-from trireme._fsdp.params import ShardedParameter, adopt, copy_shards, note_casts, shard
+from trireme._fsdp.params import (
+    ShardedParameter,
+    adopt,
+    check_data,
+    copy_shards,
+    note_casts,
+    shard,
+)
 from trireme._fsdp.root import FsdpRoot
 from trireme._fsdp.state_hooks import StateHooks
 
@@ -333,10 +340,16 @@ class FsdpUnit:
         if self.group is not None:
             self.group.show_sharded()
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether modules hold what the ranks share."""
+        return self.group is None or self.group.is_settled
+
     def settle(self) -> None:
         """What the user has replaced comes back into the memory that all ranks share."""
-        if self.group is None or self.group.is_settled:
+        if self.group is None or self.is_settled:
             return
+        check_data([(self.group, self.params)])
         adopt(self.group, self.params, self.shards)
         self._place()
 

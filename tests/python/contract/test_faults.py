@@ -61,10 +61,10 @@ def test_an_abandoned_backward_keeps_no_graph(rank: int, strategy: Strategy) -> 
     queued, held = torch.ones(3, requires_grad=True) * 2, Held()
     queued.register_hook(lambda gradient, held=held: None)
     alive = weakref.ref(held)
-    loss = queued.sum() + ours.loss(1)
-    del held, queued
     if rank == 0:
         handle = middle_layer(ours.model).register_full_backward_hook(break_it)
+    loss = queued.sum() + ours.loss(1)
+    del held, queued
     with strategy.abandons(ours, 0):
         loss.backward()
     if rank == 0:
