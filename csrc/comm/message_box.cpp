@@ -18,7 +18,7 @@ namespace {
 constexpr const char* kBoxArea = "message_box";
 constexpr int64_t kMessages = 256;  // that a lane holds
 // A call without tensors, and an error that says why a larger message has no slot, get through.
-constexpr int64_t kReserveBytes = 16 << 10;
+constexpr int64_t kReserveBytes = 8 << 10;
 // An engine does not tell which of its messages have come; it keeps so much until it waits for one.
 constexpr int64_t kBytesByEngine = 4 << 20;
 // Tensors of a message that is not larger are copied: its slot is free at once, and a queue of many

@@ -36,7 +36,7 @@ def start(name: str, *, group: dist.ProcessGroup | None = None, threads: int = 4
 
     Collective, once per process until :func:`stop`: when it returns, all ranks can be called.
     Functions and classes are defined before it; those that several ranks have defined are compared.
-    Costs a process group of its own, ``threads`` + 2 threads, and 46 KiB of shared memory for each
+    Costs a process group of its own, ``threads`` + 2 threads, and 38 KiB of shared memory for each
     pair of ranks of a host.
 
     Args:
