@@ -92,13 +92,12 @@ TORCH_MODULE(LazyMinus);
 struct Made {
   Sequential net;
   std::shared_ptr<ps::ParameterServer> server = nullptr;
-  int64_t parts = 1;  // of batches, one after another, in one process
 };
 
 // Where a model is made: on a rank, or in one process, which has none.
 struct Place {
   ThreadRank* rank = nullptr;
-  double share = 1;  // of a gradient that each of those has who push it
+  double share = 1;  // is what each of those who push it has of a gradient
 };
 
 using Make = std::function<Made(const Place&)>;
