@@ -129,7 +129,10 @@ CELLS: dict[str, Cell] = {
         "The layer gets a group of the ranks that have the same stage: "
         "`convert_sync_batchnorm(model, group)`. Ranks of other stages never come to it."
     ),
-    "S1": Right("One process is its only rank, so it is a BatchNorm, and each micro-batch is one."),
+    "S1": Right(
+        "One process is its only rank, so it is a BatchNorm of micro-batches. Over several ranks it "
+        "is refused."
+    ),
     "S2": Right(
         "The layer gets a group of the owner alone: `convert_sync_batchnorm(model, group)`. Ranks "
         "that only call never come to it."
