@@ -240,7 +240,7 @@ void MessageBox::take_of(Lane& lane, std::vector<Arrival>& arrivals) {
     while (!lane.ended && lane.receiver->has_message().value_or(false)) {
       Arrival arrival{lane.rank, lane.receiver->receive(0, 0, "a message")};
       own_small_tensors(arrival.message);
-      lane.receiver->done_with_one();  // by now its slot is free
+      lane.receiver->done_with_one();  // its slot is free by now
       if (says(arrival.message, kEnd)) {
         lane.ended = true;
       } else if (!says(arrival.message, kHeartbeat)) {

@@ -148,7 +148,7 @@ std::byte* SlotSender::slot_for(int64_t bytes) {
     return make_slot(slot, needed);
   } catch (const Fault& fault) {
     if (fault.kind() != FaultKind::kMemory || end_.reserve_bytes == 0) throw;
-    // As it was when the slots were looked at: one that is free since will be found.
+    // What counts is how it was when the slots were looked at: one that is free since will be found.
     was_refused_for_now_ = done < sent_;
     if (was_refused_for_now_) full_until_ = done + 1;
     if (was_refused_for_now_ || bytes > end_.reserve_bytes) throw;

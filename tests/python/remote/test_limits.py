@@ -138,6 +138,7 @@ def test_a_caller_without_files_hears_its_callee(rank: int) -> None:
             remote.call("p1", hold, torch.ones(3 * LARGE))
     assert remote.call("p1", add, 1, 2) == 3
     remote.call("p1", let_go)
+    give_files_back()
     assert remote.call("p1", echo, torch.ones(3 * LARGE)).all()
 
 

@@ -118,7 +118,8 @@ def test_a_sparse_gradient_goes_there_and_back(rank: int) -> None:
         x, own = batch(0).requires_grad_(), batch(0).requires_grad_()
         for module, given in ((net, x), (local, own)):
             table = module(given)
-            nn.functional.embedding(ids, table, sparse=True).sum().backward()
+            # Locally the last layer takes no sparse one.
+            nn.functional.embedding(ids, table, sparse=module is net).sum().backward()
         assert_equal(x.grad, own.grad)
 
 
