@@ -87,8 +87,8 @@ TEST_CASE("sparse: bad input is refused by name, and changes nothing") {
     return found;
   });
   check_texts(texts,
-              {"got id 10", "ids in [0, 10)", "ids of Float", "expected Float [1, 5]", "dtype Half",
-               "expected a dense one", "expected one of 'items'", "0", "closed"});
+              {"got id 10", "ids in [0, 10)", "ids of float32", "expected float32 [1, 5]",
+               "dtype float16", "expected a dense one", "expected one of 'items'", "0", "closed"});
   const auto refused = [&](const ps::TableSpec& table, const char* text) {
     check_texts(on_workers<Texts>(2,
                                   [&](ThreadRank& rank) {

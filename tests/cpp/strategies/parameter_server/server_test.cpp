@@ -44,8 +44,9 @@ TEST_CASE("tables that differ by rank are named on all ranks") {
                  make(3, ps::SGD{}, {.staleness = differs ? -1 : 0}), make(3, ps::SGD{}, {})};
   });
   for (const Texts& texts : said) {
-    CHECK_THAT(texts[0], Catch::Contains("[ps] got 'x' of table 'items' as Float [3] on rank 0 and "
-                                         "'x' of table 'items' as Float [4] on rank 2"));
+    CHECK_THAT(texts[0],
+               Catch::Contains("[ps] got 'x' of table 'items' as float32 [3] on rank 0 and "
+                               "'x' of table 'items' as float32 [4] on rank 2"));
     CHECK_THAT(texts[1],
                Catch::Contains("SGD(lr=0.2, momentum=0, weight_decay=0), reduction='mean' "
                                "on rank 0 and table 'items'"));
@@ -261,8 +262,8 @@ TEST_CASE("what cannot be pushed is refused, and nothing was pushed") {
     };
     refused(at::ones({4}),
             "[ps] push: got a gradient of shape [4] for 'x' of table 't', expected "
-            "Float [3]");
-    refused(at::ones({3}, at::kDouble), "got a gradient of dtype Double for 'x'");
+            "float32 [3]");
+    refused(at::ones({3}, at::kDouble), "got a gradient of dtype float64 for 'x'");
     refused(at::ones({3}).to_sparse(), "got a gradient of layout Sparse for 'x'");
     ps::NamedTensors unknown;
     unknown.insert("y", at::ones({3}));
