@@ -16,4 +16,5 @@ check ruff ruff check --quiet --output-format=concise .
 check "ruff format" ruff format --check --quiet .
 check mypy mypy python examples
 check "tables of the pages" python benchmarks/readme_results.py --check
+check "what goes with what" python scripts/together.py --check
 exit $failed

@@ -2,6 +2,7 @@
 
 #include <trireme/bindings/remote/python_values.h>
 #include <trireme/common/error.h>
+#include <trireme/common/thread_end.h>
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/Exceptions.h>
@@ -38,6 +39,9 @@ class KeptThreadState {
   KeptThreadState() : state_(PyGILState_Ensure()), saved_(PyEval_SaveThread()) {}
   ~KeptThreadState() {
     PyEval_RestoreThread(saved_);
+    // What Python keeps for the thread goes while the state is whole: destructors that take the GIL
+    // once more would else end the state a second time (Python 3.11).
+    if (PyObject* own = PyThreadState_GetDict()) PyDict_Clear(own);
     PyGILState_Release(state_);
   }
   KeptThreadState(const KeptThreadState&) = delete;
@@ -55,6 +59,7 @@ auto with_gil(const F& function) {
     if (PyGILState_GetThisThreadState() == nullptr) {
       thread_local std::optional<KeptThreadState> kept;
       kept.emplace();
+      at_thread_end([] { kept.reset(); });
     }
     const py::gil_scoped_acquire gil;
     return function();
@@ -131,6 +136,7 @@ std::shared_ptr<ModuleBody> body_of(const py::object& made) {
                               std::string("got a ") + Py_TYPE(made.ptr())->tp_name +
                                   " of a factory, expected a torch.nn.Module",
                               {}, "Return a module."));
+  py::module_::import("trireme.remote.owned").attr("check_owned")(made);
   return std::make_shared<PythonBody>(made);
 }
 

@@ -1,6 +1,7 @@
 #include <trireme/strategies/parameter_server/embedding.h>
 
 #include <trireme/module/autograd_node.h>
+#include <trireme/module/backward_anchors.h>
 #include <trireme/module/sends_gradients.h>
 #include <trireme/strategies/parameter_server/id_places.h>
 
@@ -15,15 +16,16 @@
 namespace trireme::ps {
 namespace {
 
-// Pushes what comes to it. It has no edges: the rows' gradients go nowhere else.
+// Pushes what comes to it. The rows' gradients go nowhere else: an edge that it may have leads to
+// an anchor, so that an owner's backward runs it.
 class PushRows final : public torch::autograd::Node, public SendsGradients {
  public:
-  PushRows(std::shared_ptr<SparseTable> table, at::Tensor ids)
-      : table_(std::move(table)), ids_(std::move(ids)) {}
+  PushRows(std::shared_ptr<SparseTable> table, at::Tensor ids, torch::autograd::edge_list edges)
+      : Node(std::move(edges)), table_(std::move(table)), ids_(std::move(ids)) {}
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
     if (gradients[0].defined()) table_->push(ids_, gradients[0]);
-    return {};
+    return torch::autograd::variable_list(num_outputs());
   }
   std::string name() const override { return "TriremePushRows"; }
 
@@ -38,8 +40,14 @@ at::Tensor pull_with_gradient(const std::shared_ptr<SparseTable>& table, const a
                               bool create) {
   at::Tensor rows = table->pull(ids.cpu(), create);
   // Rows get their history before they go to a device, so that the push is the calling thread's.
-  if (at::GradMode::is_enabled())
-    torch::autograd::set_history(rows, make_node<PushRows>(table, ids.detach().cpu().clone()));
+  if (at::GradMode::is_enabled()) {
+    torch::autograd::edge_list edges;
+    if (const at::Tensor anchor = BackwardAnchors::make(); anchor.defined())
+      edges.push_back(torch::autograd::impl::gradient_edge(anchor));
+    at::Tensor own_ids = ids.detach().cpu().clone();
+    torch::autograd::set_history(rows,
+                                 make_node<PushRows>(table, std::move(own_ids), std::move(edges)));
+  }
   return rows.to(ids.device());
 }
 

@@ -3,8 +3,8 @@
 #include <trireme/activation/kept_tensor.h>
 #include <trireme/common/error.h>
 #include <trireme/module/autograd_node.h>
+#include <trireme/module/backward_anchors.h>
 #include <trireme/strategies/remote/carried_autocast.h>
-#include <trireme/strategies/remote/nested_anchors.h>
 #include <trireme/strategies/remote/value_tensors.h>
 
 #include <ATen/ATen.h>
@@ -140,7 +140,7 @@ Value ModuleSeat::forward(CallMessage& call, const OwnedModule::Use::Wait& wait)
   auto graph = wants_graph ? std::make_shared<Graph>(module_) : nullptr;
   std::vector<at::Tensor> leaves = make_leaves(call, wanted);
   const ModuleBody::Named parameters = module_->body().parameters();
-  const NestedAnchors nested;
+  const BackwardAnchors nested;
   Value result;
   {
     const at::AutoGradMode grad_mode(wants_graph);

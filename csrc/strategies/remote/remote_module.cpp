@@ -2,10 +2,10 @@
 
 #include <trireme/common/error.h>
 #include <trireme/module/autograd_node.h>
+#include <trireme/module/backward_anchors.h>
 #include <trireme/module/sends_gradients.h>
 #include <trireme/strategies/remote/carried_autocast.h>
 #include <trireme/strategies/remote/module_step.h>
-#include <trireme/strategies/remote/nested_anchors.h>
 #include <trireme/strategies/remote/value_tensors.h>
 
 #include <ATen/core/grad_mode.h>
@@ -135,7 +135,7 @@ Value RemoteModule::forward_values(const Values& args, const Dict& kwargs, bool 
   Value result = std::move(std::get<Tuple>(answer.content).items[1]);
   if (forward < 0) return result;
 
-  if (const at::Tensor anchor = NestedAnchors::make(); anchor.defined())
+  if (const at::Tensor anchor = BackwardAnchors::make(); anchor.defined())
     edges.push_back(torch::autograd::impl::gradient_edge(anchor));
   const auto node = make_node<RemoteBackward>(
       RemoteBackward::Call{board_, seat_, factory_, timeout_, forward}, std::move(edges));

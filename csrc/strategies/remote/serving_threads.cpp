@@ -2,6 +2,7 @@
 
 #include <trireme/common/interruption.h>
 #include <trireme/common/spin.h>
+#include <trireme/common/thread_end.h>
 
 #include <algorithm>
 #include <pthread.h>
@@ -53,7 +54,10 @@ void ServingThreads::start() {
 
 void ServingThreads::start_thread() {
   ++ticking_;  // until it says otherwise
-  all_.emplace_back([this] { work(); });
+  all_.emplace_back([this] {
+    work();
+    end_thread();
+  });
   ::pthread_setname_np(all_.back().native_handle(), "trireme-remote");
 }
 

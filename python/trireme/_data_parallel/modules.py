@@ -24,6 +24,8 @@ def find_refused(module: nn.Module) -> tuple[str, str] | None:
             return name, "a DistributedDataParallel"
         if hasattr(layer, "_get_fsdp_state"):
             return name, "a module of fully_shard"
+        if isinstance(layer, nn.SyncBatchNorm):  # each replica would normalize its part alone
+            return name, "a SyncBatchNorm"
         if getattr(layer, "_compiled_call_impl", None) is not None or hasattr(layer, "_orig_mod"):
             return name, "a compiled module"
     for name, parameter in module.named_parameters():

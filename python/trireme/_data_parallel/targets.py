@@ -37,8 +37,8 @@ def check_replicable(module: nn.Module) -> None:
     if refused is not None:
         refuse(
             f"got {refused[1]} at '{refused[0]}', expected plain modules",
-            "Replicate the module before it is scripted, compiled or made parallel, and run "
-            "one forward of lazy ones before.",
+            "Replicate the module before it is scripted, compiled, made parallel or converted to "
+            "SyncBatchNorm, and run one forward of lazy ones before.",
         )
 
 

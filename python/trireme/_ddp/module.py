@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from trireme._ddp.checks import (
     check_comm_hook,
     check_delayed,
     check_device_ids,
+    check_joined_batch_norms,
     check_materialized,
     resolve_process_group,
     returning_future,
@@ -39,6 +41,9 @@ from trireme._ddp.torch_names import TorchNames
 
 _MIB = 1024 * 1024
 _DEFAULT_CAP_MB = 25
+
+# Held while forwards are counted, since several threads may evaluate at once.
+_counting = threading.Lock()
 
 
 class DistributedDataParallel(TorchNames):
@@ -265,7 +270,10 @@ class DistributedDataParallel(TorchNames):
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:
-            self._check_global_requires_backward_grad_sync(is_joined_rank=False)
+            check_joined_batch_norms(self)
+            # A forward without gradients has no backward that joined ranks would have to follow.
+            without_backward = not torch.is_grad_enabled()
+            self._check_global_requires_backward_grad_sync(is_joined_rank=without_backward)
         if self.device_ids:
             moved, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
             inputs, kwargs = moved[0], moved_kwargs[0]
@@ -274,16 +282,30 @@ class DistributedDataParallel(TorchNames):
         return inputs, kwargs
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        around = TorchDDP._get_active_ddp_module()
-        self._forwards += 1
+        self._count_forward()
         try:
             with self._inside_ddp_forward():
                 if self._mixed_forward is not None:
                     return self._mixed_forward(inputs, kwargs)
                 return self.module(*inputs, **kwargs)
         finally:
+            self._count_forward_out()
+
+    @torch._disable_dynamo
+    def _count_forward(self) -> None:
+        with _counting:
+            if self._forwards == 0:
+                self._around = (TorchDDP._get_active_ddp_module(),)
+            self._forwards += 1
+
+    @torch._disable_dynamo
+    def _count_forward_out(self) -> None:
+        """The last one out, of whatever thread, restores what torch knows to run."""
+        with _counting:
             self._forwards -= 1
-            TorchDDP._active_ddp_module = around  # torch forgets it
+            TorchDDP._active_ddp_module = self._around[0]  # torch forgets it
+            if self._forwards == 0:
+                self._around = (None,)
 
     @torch._disable_dynamo
     def _post_forward(self, output: Any) -> Any:

@@ -27,6 +27,8 @@ class TorchNames(TorchDDP):
     """Those inside of it."""
     _forwards = 0
     """How many run."""
+    _around: tuple[TorchDDP | None] = (None,)
+    """Whose forward runs around them; in a tuple, since it is no layer of this module."""
 
     if TYPE_CHECKING:  # torch's methods that we call; torch gives them no types
 

@@ -36,7 +36,7 @@ from trireme._pipeline.stages import (
     are_same,
     modules_of,
     note_where,
-    refuse_meta,
+    refuse_misplaced,
     tied_between,
     with_causes,
 )
@@ -276,7 +276,7 @@ class Pipeline(ScalesLosses, nn.Module):
         try:
             for stage in own:
                 held = modules_of(stage, self._stages, modules)
-                refuse_meta(held, stage.number, stage.rank)
+                refuse_misplaced(held, stage.number, stage.rank, self._group)
         except Exception as raised:
             error = raised
         dealt = [len(stage.layers) for stage in self._stages]

@@ -163,14 +163,36 @@ def names_in_whole(layers: Mapping[str, nn.Module]) -> dict[str, str]:
     return later
 
 
-def refuse_meta(layers: Mapping[str, nn.Module], stage: int, rank: int) -> None:
-    """Refuses layers of a stage of this rank that have no memory."""
+def refuse_misplaced(
+    layers: Mapping[str, nn.Module], stage: int, rank: int, group: dist.ProcessGroup | None
+) -> None:
+    """Refuses layers of a stage of this rank that have no memory, or that wait for other stages.
+    ``group`` has the ranks of all stages; None where one process has them all."""
     for name, layer in layers.items():
         for inner, tensor in [*layer.named_parameters(name), *layer.named_buffers(name)]:
             if tensor.is_meta:
                 got = f"got '{inner}' of stage {stage} on device meta (rank {rank})"
                 refuse(f"{got}, expected this rank's layers to have memory",
                        "Call to_empty() and initialise them.")  # fmt: skip
+    if group is not None:
+        _refuse_synchronized(layers, stage, group)
+
+
+def _refuse_synchronized(
+    layers: Mapping[str, nn.Module], stage: int, group: dist.ProcessGroup
+) -> None:
+    """Refuses a SyncBatchNorm over ranks of other stages, which never come to it."""
+    others = {*dist.get_process_group_ranks(group)} - {dist.get_rank()}
+    for name, layer in layers.items():
+        for inner, module in layer.named_modules(prefix=name):
+            if not isinstance(module, nn.SyncBatchNorm):
+                continue
+            waits_for = others.intersection(dist.get_process_group_ranks(module.process_group))
+            if waits_for:
+                got = f"got SyncBatchNorm '{inner}' of stage {stage} over ranks {sorted(waits_for)}"
+                refuse(f"{got}, which have other stages, expected one over ranks with this stage",
+                       "Pass their group to convert_sync_batchnorm(), or keep BatchNorm.",
+                       group)  # fmt: skip
 
 
 def are_same(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -104,12 +105,19 @@ def refuse_wrapped(held: Iterable[nn.Module]) -> None:
     """Refuses strategies around layers, whose threads would all call their collectives."""
     for layer in held:
         for module in layer.modules():
-            if isinstance(module, DistributedDataParallel | FSDPModule):
+            if isinstance(module, DistributedDataParallel | FSDPModule) or _synchronizes(module):
                 got = (
                     f"got a layer in {type(module).__name__} in a pipeline in one process: several "
                     "threads would call their collectives"
                 )
                 refuse(got, "Wrap the pipeline, or use ranks.", kind=NotImplementedError)
+
+
+def _synchronizes(module: nn.Module) -> bool:
+    """Whether it normalizes over other ranks, too."""
+    if not (isinstance(module, nn.SyncBatchNorm) and dist.is_initialized()):
+        return False
+    return dist.get_world_size(module.process_group) > 1
 
 
 def pool_of(devices: Sequence[torch.device]) -> WorkerPool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from trireme import _C
@@ -19,7 +20,7 @@ from trireme._pipeline.agreement import agree
 from trireme._pipeline.micro_batches import tensors_in
 from trireme._pipeline.schedule import PipelineSchedule
 from trireme._pipeline.skips import pair_skips
-from trireme._pipeline.stages import HeldTensors, are_same, held_by, refuse_meta, with_causes
+from trireme._pipeline.stages import HeldTensors, are_same, held_by, refuse_misplaced, with_causes
 from trireme._pipeline.torch_calls import StepInputs, TorchStageCalls
 from trireme._pipeline.torch_stage import is_traced
 
@@ -134,7 +135,9 @@ class StageRunner:
             refuse("got stages of several groups in one schedule", "Give all the same group=.")
         made = [TorchStageCalls(stage, self._loss) for stage in self._stages]
         for call in made:
-            refuse_meta({"": call.submod}, call.index, call.stage.group_rank)
+            stage = call.stage
+            group = dist.group.WORLD if stage.group is None else stage.group
+            refuse_misplaced({"": call.submod}, call.index, stage.group_rank, group)
         return sorted(made, key=lambda call: call.index)
 
     def _make(

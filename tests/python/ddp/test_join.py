@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddp.derivatives import derived, local, loss_of
-from harness.faults import in_case
+from harness.faults import in_case, raises
 from harness.joins import inputs
 from harness.models import mlp
 from harness.on_ranks import WORLD, on_ranks, on_shm_and_gloo_ranks
@@ -53,6 +53,40 @@ def test_buffers_are_torchs(rank: int) -> None:
                 ours = trireme.DistributedDataParallel(Normed(), bucket_cap_mb=0.0003)
                 torch.testing.assert_close(train(ours, rank, counts, **options), theirs)
                 assert_same_on_all_ranks(list(ours.state_dict().values()))
+
+
+@on_shm_and_gloo_ranks(2)
+def test_evaluations_inside(rank: int) -> None:
+    """Ranks without inputs follow their broadcasts, and no backward."""
+    found = []
+    for evaluates in (False, True):
+        ddp = trireme.DistributedDataParallel(Normed())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        with ddp.join():
+            for x in inputs(rank, 2 + 2 * rank):
+                optimizer.zero_grad()
+                ddp(x).square().mean().backward()
+                optimizer.step()
+                if evaluates:
+                    ddp.eval()
+                    with torch.no_grad() if rank else torch.inference_mode():
+                        ddp(x)
+                    ddp.train()
+        found.append(values(ddp))
+    torch.testing.assert_close(found[0], found[1])
+    assert_same_on_all_ranks(list(found[1].values()))
+
+
+@on_shm_and_gloo_ranks(2)
+def test_synchronized_layers_are_refused(rank: int) -> None:
+    """Also on a rank that has no inputs at all; not where all ranks end together."""
+    for counts in ((2, 2), (0, 2)):
+        ddp = trireme.DistributedDataParallel(trireme.convert_sync_batchnorm(Normed()))
+        with raises(ValueError, "got SyncBatchNorm at 'norm' under join()", "empty batches"):
+            train(ddp, rank, counts)
+    ddp = trireme.DistributedDataParallel(trireme.convert_sync_batchnorm(Normed()))
+    with pytest.raises(RuntimeError, match=r"exhausted .*inputs"):
+        train(ddp, rank, (2, 3), throw_on_early_termination=True)
 
 
 @on_ranks()

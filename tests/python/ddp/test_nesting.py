@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -193,3 +194,38 @@ def test_what_lightning_calls_of_a_static_graph(rank: int) -> None:
     alone = mlp()
     alone(batch(0)).square().mean().backward()
     torch.testing.assert_close(gradients(ddp), gradients(alone))
+
+
+class Meeting(nn.Module):
+    """Two threads are in its forward at once, and the one that came first leaves first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.both, self.first_is_out = mlp(), threading.Barrier(2), threading.Event()
+        self.comes = threading.Lock()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_first = self.comes.acquire(blocking=False)
+        self.both.wait()
+        if not is_first:
+            assert self.first_is_out.wait(30)
+        return self.layer(x)
+
+
+@on_ranks(1)
+def test_forwards_of_several_threads_leave_no_module_behind(rank: int) -> None:
+    """Else torch would take it for the one around all later forwards."""
+    met = Meeting()
+    ddp = Ours(met)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            ddp(batch(0))
+        met.first_is_out.set()
+
+    threads = [threading.Thread(target=evaluate) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert TorchDDP._get_active_ddp_module() is None and ddp._forwards == 0

@@ -1,7 +1,9 @@
 """How ranks of a test wait for each other: for words, processes, and what these are seen in."""
 
 import contextlib
+import gc
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -27,15 +29,23 @@ def group_of_ranks(
     yield
     if not dist.is_initialized():  # the test is about how it ends
         return
-    if backend == "gloo":
-        _kept[:] = [dist.group.WORLD]
+    group = dist.group.WORLD
     dist.destroy_process_group()
+    if backend == "gloo":
+        _let_go_last(group)
 
 
-# Gloo's group of the case before. The callback of a future has told whoever waits for it, and may
-# still hold the group: were it the last to do so, Gloo's thread would join itself, and torch
-# terminate the process.
-_kept: list[Any] = []
+def _let_go_last(group: Any) -> None:
+    """Lets Gloo's own thread let go of its group first, if it holds it.
+
+    The callback of a future tells whoever waits for it, and holds the group a moment longer. Were
+    it the last to do so, Gloo's thread would join itself, and torch terminate the process. What
+    the test has left holds it for good, and is not waited for.
+    """
+    gc.collect()
+    deadline = time.monotonic() + 0.2
+    while sys.getrefcount(group) > 3 and time.monotonic() < deadline:  # the caller, this, the call
+        time.sleep(0.001)
 
 
 def store() -> dist.Store:
