@@ -259,7 +259,8 @@ at::Tensor PipelineEngine::Row::finish() {
   communicator_->all_reduce({sum}, ReduceOp::kSum, "loss of step " + std::to_string(step_)).wait();
   sum = sum.cpu();
   const auto* values = sum.const_data_ptr<double>();
-  lacks_graph_ = mode_.trains && values[3] > 0 && values[4] == 0;
+  const auto micro_batches = static_cast<double>(schedule_.micro_batches);
+  lacks_graph_ = mode_.trains && values[3] == micro_batches && values[4] == 0;
   if (values[2] == 0) return {};
   return at::scalar_tensor(values[0],
                            at::TensorOptions().dtype(static_cast<at::ScalarType>(values[1])));

@@ -214,9 +214,16 @@ PipelineSchedule schedule_of(const Drawn& drawn) {
 }
 
 // Trains on threads of this process; returns what differs.
+// Says whether all is frozen: a step raises then, and has no bits to compare.
+bool trains_nothing(const Tensors& gradients) {
+  return std::none_of(gradients.begin(), gradients.end(),
+                      [](const at::Tensor& gradient) { return gradient.defined(); });
+}
+
 std::string compare_threads(const Drawn& drawn) {
   Tensors losses;
   const Tensors gradients = train_alone(drawn, losses);
+  if (trains_nothing(gradients)) return "";
   auto stages = stages_of(drawn);
   RowThreadsRequest request{.schedule = schedule_of(drawn), .skips = drawn.skips};
   for (size_t i = 0; i < stages.size(); ++i) {
@@ -249,6 +256,7 @@ std::string compare_threads(const Drawn& drawn) {
 std::string compare(const Drawn& drawn) {
   Tensors losses;
   const Tensors gradients = train_alone(drawn, losses);
+  if (trains_nothing(gradients)) return "";
   const PipelineSchedule schedule = schedule_of(drawn);
   std::mutex mutex;
   std::string wrong;
