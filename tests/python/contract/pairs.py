@@ -145,7 +145,10 @@ CELLS: dict[str, Cell] = {
         "A module that has the loss as a layer is what is replicated; it returns one loss for each "
         "replica, of which you take the mean. `loss=` refuses a loss with parameters."
     ),
-    "L2": Right("`loss_fn=` gets the module, and the last rank's optimizer has its parameters."),
+    "L2": Right(
+        "`loss_fn=` gets the module, and the last rank's optimizer its parameters. As under torch, "
+        "their gradients are sums: divide them by the number of micro-batches."
+    ),
     "I1": Refused(
         "one of the variables needed for gradient computation has been modified by an inplace "
         "operation",
