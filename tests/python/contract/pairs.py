@@ -130,8 +130,8 @@ CELLS: dict[str, Cell] = {
         "`convert_sync_batchnorm(model, group)`. Ranks of other stages never come to it."
     ),
     "S1": Right(
-        "One process is its only rank, so it is a BatchNorm of micro-batches. Over several ranks it "
-        "is refused."
+        "One process is its only rank, so it is a BatchNorm of micro-batches. Over several ranks "
+        "it is refused."
     ),
     "S2": Right(
         "The layer gets a group of the owner alone: `convert_sync_batchnorm(model, group)`. Ranks "
