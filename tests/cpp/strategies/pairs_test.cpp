@@ -149,7 +149,7 @@ const std::map<std::string, Make> kRows{
     {"complex parameters", simply([] { return Phases(); })},
     {"a lazy minus", simply([] { return LazyMinus(); })}};
 
-// The same values on all ranks, whose threads share one generator.
+// Gives parameters equal values on all ranks, whose threads share one generator.
 void fill(const Sequential& net) {
   const at::NoGradGuard guard;
   int64_t number = 0;
