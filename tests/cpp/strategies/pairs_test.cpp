@@ -154,7 +154,7 @@ void fill(const Sequential& net) {
   const at::NoGradGuard guard;
   int64_t number = 0;
   for (at::Tensor& parameter : net->parameters()) {
-    if (parameter.is_complex() || parameter.size(0) == kIds) continue;  // as it was made
+    if (parameter.is_complex() || parameter.size(0) == kIds) continue;  // stays what it was
     ++number;
     const at::Tensor places = at::arange(parameter.numel(), at::kDouble) * number;
     parameter.copy_(at::cos(places).view(parameter.sizes()) * 0.4);
