@@ -265,12 +265,13 @@ class DistributedDataParallel(TorchNames):
         if torch.is_grad_enabled() and not leader._forwards:
             leader._core.before_forward()
         self._notify_join()
+        if self._join_config.enable:
+            check_joined_batch_norms(self)
         if leader._core.is_held() and leader._core.has_averaged():
             self.require_forward_param_sync = True
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:
-            check_joined_batch_norms(self)
             # A forward without gradients has no backward that joined ranks would have to follow.
             without_backward = not torch.is_grad_enabled()
             self._check_global_requires_backward_grad_sync(is_joined_rank=without_backward)

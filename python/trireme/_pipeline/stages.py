@@ -189,9 +189,11 @@ def _refuse_synchronized(
                 continue
             waits_for = others.intersection(dist.get_process_group_ranks(module.process_group))
             if waits_for:
-                got = f"got SyncBatchNorm '{inner}' of stage {stage} over ranks {sorted(waits_for)}"
-                refuse(f"{got}, which have other stages, expected one over ranks with this stage",
-                       "Pass their group to convert_sync_batchnorm(), or keep BatchNorm.",
+                got = (
+                    f"got SyncBatchNorm '{inner}' of stage {stage} over ranks {sorted(waits_for)}, "
+                    "which have other stages, expected one over ranks with this stage"
+                )
+                refuse(got, "Pass their group to convert_sync_batchnorm(), or keep BatchNorm.",
                        group)  # fmt: skip
 
 

@@ -125,12 +125,6 @@ Make served(ps::Mode mode) {
   };
 }
 
-Made tied(const Place& /*place*/) {
-  torch::nn::Linear first(kWidth, kWidth), last(kWidth, kWidth);
-  last->weight = last->register_parameter("weight", first->weight);
-  return {Sequential(first, torch::nn::Tanh(), last, torch::nn::Tanh())};
-}
-
 Made frozen(const Place& /*place*/) {
   Made made = layers(torch::nn::Linear(kWidth, kWidth));
   for (const at::Tensor& parameter : made.net->ptr(0)->parameters())
@@ -149,20 +143,19 @@ const std::map<std::string, Make> kRows{
     {"rows of a server, bsp", served(ps::Mode::kBsp)},
     {"a first layer in place",
      simply([] { return torch::nn::ReLU(torch::nn::ReLUOptions(true)); })},
-    {"tied parameters", tied},
     {"frozen parameters", frozen},
     {"hooks of parameters", hooked},
     {"checkpoint", simply([] { return Again(CheckpointOptions{}); })},
     {"complex parameters", simply([] { return Phases(); })},
     {"a lazy minus", simply([] { return LazyMinus(); })}};
 
-// The same values on all ranks, whose threads share one generator.
+// Gives parameters equal values on all ranks, whose threads share one generator.
 void fill(const Sequential& net) {
   const at::NoGradGuard guard;
   int64_t number = 0;
   for (at::Tensor& parameter : net->parameters()) {
+    if (parameter.is_complex() || parameter.size(0) == kIds) continue;  // stays what it was
     ++number;
-    if (parameter.is_complex() || parameter.size(0) == kIds) continue;
     const at::Tensor places = at::arange(parameter.numel(), at::kDouble) * number;
     parameter.copy_(at::cos(places).view(parameter.sizes()) * 0.4);
   }

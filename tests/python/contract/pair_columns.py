@@ -25,6 +25,7 @@ from trireme import pipelining, ps, remote
 from contract.pair_manners import Seen
 from contract.pair_rows import LR, Made, Place, Row, checkpoint_of_torch, nothing, started
 from contract.pair_runs import (
+    CHUNKS,
     STEPS,
     Alone,
     Checkpointed,
@@ -43,8 +44,6 @@ from contract.pair_runs import (
 )
 from fsdp.ranks import gloo_mesh, shard_layers
 from zero.ranks import DDP, Zero
-
-CHUNKS = 2
 
 # --- data parallelism ----------------------------------------------------------------------------
 

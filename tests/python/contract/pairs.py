@@ -130,8 +130,8 @@ CELLS: dict[str, Cell] = {
         "`convert_sync_batchnorm(model, group)`. Ranks of other stages never come to it."
     ),
     "S1": Right(
-        "One process is its only rank, so it is a BatchNorm of micro-batches. Over several ranks it "
-        "is refused."
+        "One process is its only rank, so it is a BatchNorm of micro-batches. Over several ranks "
+        "it is refused."
     ),
     "S2": Right(
         "The layer gets a group of the owner alone: `convert_sync_batchnorm(model, group)`. Ranks "
@@ -145,7 +145,10 @@ CELLS: dict[str, Cell] = {
         "A module that has the loss as a layer is what is replicated; it returns one loss for each "
         "replica, of which you take the mean. `loss=` refuses a loss with parameters."
     ),
-    "L2": Right("`loss_fn=` gets the module, and the last rank's optimizer has its parameters."),
+    "L2": Right(
+        "`loss_fn=` gets the module, and the last rank's optimizer its parameters. As under torch, "
+        "their gradients are sums: divide them by the number of micro-batches."
+    ),
     "I1": Refused(
         "one of the variables needed for gradient computation has been modified by an inplace "
         "operation",
