@@ -120,7 +120,7 @@ class Run:
 
     def judge(self, x: Tensor, y: Tensor) -> Tensor:
         if isinstance(self.model, Judged):
-            return self.net(x, y).mean()  # that of replicas
+            return self.net(x, y).mean()  # replicas each return a loss
         return self.made.loss(self.net(x), y)
 
     def no_sync(self) -> AbstractContextManager[Any]:
@@ -278,7 +278,7 @@ class Staged(Run):
     def end(self, scaler: Any = None) -> None:
         if isinstance(self.model, Judged):
             for parameter in self.model.loss.parameters():
-                parameter.grad /= CHUNKS  # as torch leaves it
+                parameter.grad /= CHUNKS  # torch leaves sums
         super().end(scaler)
 
     def no_sync(self) -> AbstractContextManager[Any]:

@@ -113,7 +113,9 @@ def _limits() -> dict[str, Any]:
 
 
 def _handlers() -> dict[str, str]:
+    """All but that of SIGALRM, by which pytest-timeout ends a test."""
     numbers = [number for number in signal.valid_signals() if isinstance(number, signal.Signals)]
+    numbers.remove(signal.SIGALRM)
     return {number.name: repr(signal.getsignal(number)) for number in numbers}
 
 
