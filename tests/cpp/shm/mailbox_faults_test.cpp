@@ -1,8 +1,12 @@
 // Messages that do not arrive: what is said, and what goes on.
 
 #include <catch2/catch.hpp>
+#include <filesystem>
+#include <fstream>
 #include <optional>
 #include <shm/post.h>
+#include <string>
+#include <unistd.h>
 
 namespace trireme::mailbox_faults_test {
 
@@ -199,6 +203,19 @@ TEST_CASE("a process may end after its sends: its peer takes them later") {
       });
 }
 
+// Says whether each other thread of this process sleeps.
+bool all_others_sleep() {
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    if (task.path().filename() == std::to_string(::gettid())) continue;
+    std::ifstream file(task.path() / "stat");
+    std::string stat;
+    std::getline(file, stat);
+    const size_t name_ends = stat.rfind(')');
+    if (name_ends == std::string::npos || stat[name_ends + 2] != 'S') return false;
+  }
+  return true;
+}
+
 TEST_CASE("a forked process can neither send nor receive, and its end changes nothing") {
   int status = -1;
   run_shm_ranks({}, [&](ShmRank& self) {
@@ -208,10 +225,11 @@ TEST_CASE("a forked process can neither send nor receive, and its end changes no
       return;
     }
     for (int i = 0; i < 2; ++i) {
-      if (i == 1) ::usleep(100'000);  // the thread that the first message started sleeps by now
       Values values(1);
       const TransferPtr coming = post->start_recv(values, 1);  // the first starts the thread
       if (i == 1) {
+        until(
+            [] { return all_others_sleep(); });  // a lock of malloc's would stay taken in the child
         const pid_t child = ::fork();
         if (child == 0) {
           ::alarm(5);
