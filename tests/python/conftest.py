@@ -1,6 +1,5 @@
 """What every test starts from: no launcher around it, a fixed seed, no group of another test."""
 
-import gc
 import os
 import subprocess
 from collections.abc import Iterator
@@ -9,9 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import trireme
-from tqdm import tqdm
 
-from harness import leftovers
 from harness.forked_programs import ForkedPopen
 from harness.processes import without_launcher
 
@@ -21,15 +18,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 @pytest.fixture(autouse=True)
-def restored_process() -> Iterator[None]:
-    """Looks for what a test leaves behind in this process, as each rank does for a case."""
-    before = leftovers.look()
-    yield
-    leftovers.expect(before)
-
-
-@pytest.fixture(autouse=True)
-def fresh_rank(restored_process: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in os.environ.keys() - without_launcher(os.environ).keys():
         monkeypatch.delenv(name)
     threads = torch.get_num_threads()
@@ -39,15 +28,6 @@ def fresh_rank(restored_process: None, monkeypatch: pytest.MonkeyPatch) -> Itera
     trireme.shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def pytest_collection_finish() -> None:
-    tqdm.monitor_interval = 0  # torch.export draws progress, and tqdm keeps a thread for that
-    gc.freeze()  # what the collection has made stays: looking through it takes half a second
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # libraries tell what nobody has freed
 
 
 @pytest.fixture(scope="module")
