@@ -168,7 +168,8 @@ def u_net(number: int) -> nn.Module:
 SPACES = {name: trireme.Namespace() for name in ("outer", "inner")}
 
 
-@on_shm_and_gloo_ranks(2, timeout=120)
+# A namespace is known by how many the process has made before.
+@on_shm_and_gloo_ranks(2, timeout=120, fresh=True)
 def test_stages_built_singly_tell_each_other_their_skips(rank: int) -> None:
     for name in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"):
         assert_same(train(OURS, name, make=u_net), train_alone(name, 2, make=u_net))
