@@ -255,7 +255,14 @@ COLUMNS = {
         Column("remote owner", owned_elsewhere, at_once, None, pushers=1, remote=True),
         Column("worker", working, keeps=own_part),
         Column("save_checkpoint", of_ranks(ddp, run=Saved)),
-        Column("Join", of_ranks(ddp), uneven, last_with_inputs, train=train_unevenly, divisor=2),
+        Column(
+            "Join",
+            of_ranks(ddp, together=True),
+            uneven,
+            last_with_inputs,
+            train=train_unevenly,
+            divisor=2,
+        ),
     )
 }
 

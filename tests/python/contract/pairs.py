@@ -88,7 +88,7 @@ tensors negated or conjugated lazily            +  +  +  +  +  +  +  +  +  +  + 
 sparse gradients                                +  Z1 +  +  +  +  +  +  +  +  +  W2 +  +
 `torch.compile`                                 +  +  +  +  +  D3 +  +  +  +  +  +  +  +
 `inference_mode`                                +  +  +  +  +  +  +  +  +  +  +  +  +  +
-several threads of the user's                   +  +  +  +  C1 D1 C1 +  C1 +  +  +  +  +
+several threads of the user's                   +  +  +  +  C1 D1 C1 +  C1 +  +  +  +  C1
 DistributedDataParallel inside                  +  +  Z2 F2 F2 D3 P4 P3 P4 +  O1 +  +  +
 `load_state_dict` in `writing()`                +  +  +  +  +  +  +  +  +  +  +  +  +  +
 `load_state_dict(assign=True)` in `writing()`   A1 +  +  A1 A1 A1 A1 A1 A1 A1 +  W3 A1 A1
