@@ -24,7 +24,7 @@ CALLEE = "callee"
 
 @dataclass(frozen=True)
 class BatchCase:
-    """`calls`: of one caller, per side and round. All callers' calls together are whole batches."""
+    """`calls`: of one caller, per side and round. They are whole batches, as is `in_flight`."""
 
     calls: int
     rounds: int

@@ -77,11 +77,19 @@ def act(state: Tensor) -> Future[Tensor]:
 
 
 def keep_in_flight(start: Callable[[], Waitable], calls: int, in_flight: int) -> None:
-    """Makes `calls` calls, so many of them under way at any time, and waits for all."""
+    """Makes `calls` calls, that many of them under way at most, and waits for all.
+
+    Both numbers are whole batches, and new calls are made by the batch. So callers that wait have
+    made whole batches, of which the callee keeps nothing back, in whichever order it got them.
+    """
     pending: deque[Waitable] = deque()
-    for _ in range(calls):
+    for _ in range(0, calls, BATCH):
         if len(pending) == in_flight:
-            pending.popleft().wait()
-        pending.append(start())
-    while pending:
+            _wait_for(pending, BATCH)
+        pending.extend(start() for _ in range(BATCH))
+    _wait_for(pending, len(pending))
+
+
+def _wait_for(pending: deque[Waitable], count: int) -> None:
+    for _ in range(count):
         pending.popleft().wait()

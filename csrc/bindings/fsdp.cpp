@@ -421,6 +421,7 @@ void init_fsdp(py::module_& module) {
   fsdp.def(py::init(wrap_pybind_function_no_gil(make_fsdp)), py::kw_only(), py::arg("groups"),
            py::arg("names"), py::arg("ranks"), py::arg("ranks_of"),
            py::arg("agrees_with") = nullptr)
+      .def("begin_pass", wrap_pybind_function_no_gil(&Fsdp::begin_pass), py::arg("is_root"))
       .def("pre_forward",
            wrap_pybind_function_no_gil([](Fsdp& fsdp, const std::shared_ptr<PyParamGroup>& group,
                                           bool is_root, const std::vector<at::Tensor>& inputs) {

@@ -2,6 +2,7 @@
 
 #include <trireme/common/export.h>
 
+#include <chrono>
 #include <string>
 #include <utility>
 
@@ -18,7 +19,10 @@ struct TRIREME_API Interruption {
   std::string reason;  // "KeyboardInterrupt came from a signal handler": for the peers
 };
 
-// Sets what threads do while they wait for other ranks, without any lock, about every 50 ms: a
+// How often threads that wait look around.
+inline constexpr std::chrono::milliseconds kLookAround{50};
+
+// Sets what threads do while they wait for other ranks, without any lock, every kLookAround: a
 // language whose signal handlers run between its own instructions only (Python) lets them run here.
 // `check` may throw, but only what derives from Interruption. One for the process, never unset.
 TRIREME_API void set_interruption_check(void (*check)()) noexcept;

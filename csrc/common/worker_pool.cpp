@@ -2,6 +2,7 @@
 
 #include <trireme/common/error.h>
 #include <trireme/common/forks.h>
+#include <trireme/common/interruption.h>
 #include <trireme/common/intra_op_threads.h>
 
 #include <ATen/SavedTensorHooks.h>
@@ -12,7 +13,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <string>
@@ -20,8 +20,6 @@
 
 namespace trireme {
 namespace {
-
-constexpr std::chrono::milliseconds kLookAround{50};
 
 thread_local const void* working_for = nullptr;  // the state of a pool
 

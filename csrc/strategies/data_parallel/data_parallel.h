@@ -38,6 +38,7 @@ class DataParallelImpl final : public ReplicatedModule {
     std::tuple<std::decay_t<Args>...> values(std::forward<Args>(args)...);
     using Output = decltype(call<Args...>(std::declval<Net&>(), values));
     static_assert(!std::is_void_v<Output>, "forward returns what is to be put together");
+    const auto turn = take_turn();
     if (get_ready()) {
       bring_to(devices().front(), values);
       Output output = call<Args...>(net(), values);
@@ -63,6 +64,7 @@ class DataParallelImpl final : public ReplicatedModule {
                   "containers tensors by value");
     std::tuple<std::decay_t<Args>...> values(std::forward<Args>(inputs)...);
     std::decay_t<Target> wanted(std::forward<Target>(target));
+    const auto turn = take_turn();
     if (get_ready()) {
       bring_to(devices().front(), values);
       bring_to(devices().front(), wanted);

@@ -139,6 +139,14 @@ void ReplicatedModule::replicate() {
   clones_ = std::move(clones);
 }
 
+std::unique_lock<std::mutex> ReplicatedModule::take_turn() {
+  std::unique_lock turn(turn_, std::defer_lock);
+  if (devices_.size() == 1 || turn.try_lock()) return turn;
+  pool_->expect_call();
+  turn.lock();
+  return turn;
+}
+
 bool ReplicatedModule::get_ready() {
   // Throws if other devices were asked for. A forked process has none of the threads.
   if (device_holding(probe_) != devices_.front() || forks_so_far() != born_) replicate();

@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -35,8 +36,8 @@ struct DataParallelOptions {
   bool auto_balance = false;
 };
 
-// Does all of DataParallel that does not depend on the type of its module; see data_parallel.h. One
-// thread at a time.
+// Does all of DataParallel that does not depend on the type of its module; see data_parallel.h.
+// Forwards of several threads come one after the other; other calls, not during one.
 class TRIREME_API ReplicatedModule : public torch::nn::Module {
  public:
   ReplicatedModule(const ReplicatedModule&) = delete;
@@ -60,6 +61,9 @@ class TRIREME_API ReplicatedModule : public torch::nn::Module {
   const DataParallelOptions& options() const { return options_; }
   c10::Device output_device() const { return options_.output_device.value_or(devices_.front()); }
 
+  // Waits for the forwards of other threads; those of a single replica do not wait. Throws
+  // ValueError in a forward of this module.
+  [[nodiscard]] std::unique_lock<std::mutex> take_turn();
   // Makes the replicas follow the module before a forward. Returns whether it is a single one.
   bool get_ready();
   // Returns the rows of the batch whose first tensor is `first`; one if there is none.
@@ -82,6 +86,7 @@ class TRIREME_API ReplicatedModule : public torch::nn::Module {
   ModuleClones clones_;  // without their tensors, which replicas_ has
   std::shared_ptr<WorkerPool> pool_;
   std::shared_ptr<Replicas> replicas_;
+  std::mutex turn_;    // held by a forward
   uint64_t born_ = 0;  // forks_so_far() when the replicas were made
 };
 

@@ -12,6 +12,7 @@
 #include <ATen/ATen.h>
 #include <ATen/SequenceNumber.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -25,32 +26,6 @@ namespace trireme {
 namespace {
 
 bool runs_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
-
-// Returns what other hosts read of each rank, in all groups.
-PartsByRank parts_of(const std::vector<std::shared_ptr<ParamGroup>>& groups) {
-  PartsByRank all;
-  for (const auto& group : groups) {
-    const PartsByRank parts = group->memory().parts();
-    all.resize(std::max(all.size(), parts.size()));
-    for (size_t rank = 0; rank < parts.size(); ++rank)
-      all[rank].insert(all[rank].end(), parts[rank].begin(), parts[rank].end());
-  }
-  return all;
-}
-
-// Makes one gate for each set of ranks that has groups.
-std::vector<StepGate> make_gates(const Fsdp::Request& request) {
-  std::vector<StepGate> gates;
-  for (size_t ranks = 0; ranks < request.ranks.size(); ++ranks) {
-    std::vector<std::shared_ptr<ParamGroup>> groups;
-    for (size_t i = 0; i < request.groups.size(); ++i)
-      if (request.ranks_of[i] == ranks) groups.push_back(request.groups[i]);
-    if (groups.empty()) continue;
-    const auto& first = groups.front();
-    gates.emplace_back(first->store(), first->communicator(), parts_of(groups));
-  }
-  return gates;
-}
 
 }  // namespace
 
@@ -113,7 +88,7 @@ Fsdp::Fsdp(const Request& request)
     : groups_(request.groups),
       names_(request.names),
       communicator_(request.ranks.front().communicator),
-      gates_(make_gates(request)),
+      gates_(groups_, request.ranks_of),
       pool_(std::make_shared<BufferPool>(groups_.front()->device())),
       prefetch_(groups_, request.agrees_with),
       reducers_({groups_, names_, request.ranks, request.ranks_of}),
@@ -129,6 +104,26 @@ struct Fsdp::Use {
   int64_t backward = 0;                               // that has entered it
   size_t inputs_left = 0;
 };
+
+// See [Note: passes of several threads].
+void Fsdp::begin_pass(bool is_root) {
+  if (runs_backward()) return enter_backward();
+  if (is_root) {
+    turn_.take();
+    return;
+  }
+  TORCH_CHECK(turn_.try_take(),
+              error_text("fully_shard",
+                         "got a forward of a unit during a forward or backward that another thread "
+                         "makes of the model around it",
+                         communicator_->rank_of(),
+                         "Call the whole model, whose passes wait for each other."));
+}
+
+// Lets other threads pass, if this one has no forward open.
+void Fsdp::end_pass() noexcept {
+  if (turn_.is_own() && open_.empty()) turn_.give_back();
+}
 
 void Fsdp::pre_forward(const Forward& forward, const std::vector<at::Tensor>& inputs) {
   if (runs_backward()) {  // computed again by a checkpoint
@@ -185,6 +180,7 @@ std::shared_ptr<Fsdp::Use> Fsdp::watch_inputs(const std::shared_ptr<ParamGroup>&
 void Fsdp::post_forward(const Forward& forward, const std::vector<at::Tensor>& outputs,
                         bool all_found) {
   if (runs_backward()) return;
+  const auto over = c10::make_scope_exit([this] { end_pass(); });
   const bool trains = at::GradMode::is_enabled();
   const std::shared_ptr<Use> use = close(forward);
   if (trains) watch_outputs(forward, outputs, use);
@@ -222,6 +218,8 @@ void Fsdp::watch_outputs(const Forward& forward, const std::vector<at::Tensor>& 
 
 void Fsdp::abandon_forward(const Forward& forward, const std::string& reason) noexcept {
   if (runs_backward()) return;  // backward says so, if it is more than a checkpoint's early end
+  if (!turn_.is_own()) return;  // begin_pass() has refused it
+  const auto over = c10::make_scope_exit([this] { end_pass(); });
   close(forward);
   try {  // what it has computed may have been kept, and backward may come to it
     if (forward.group && forward.group->flags().reshard_after_forward)
@@ -288,36 +286,39 @@ void Fsdp::set_memory_sources(BufferPool::Source gathered, const BufferPool::Sou
 }
 
 void Fsdp::unshard(ParamGroup& group) {
+  const ThreadTurn::Guard turn(turn_);
   prefetch_.need(group);
   group.show_unsharded();
 }
 
-void Fsdp::begin_unshard(ParamGroup& group) { prefetch_.need_later(group); }
+void Fsdp::begin_unshard(ParamGroup& group) {
+  const ThreadTurn::Guard turn(turn_);
+  prefetch_.need_later(group);
+}
 
-void Fsdp::reshard(ParamGroup& group) { prefetch_.drop(group); }
-
-bool Fsdp::is_writing() const {
-  return std::any_of(gates_.begin(), gates_.end(),
-                     [](const StepGate& gate) { return gate.is_writing(); });
+void Fsdp::reshard(ParamGroup& group) {
+  const ThreadTurn::Guard turn(turn_);
+  prefetch_.drop(group);
 }
 
 void Fsdp::begin_reading() {
+  const ThreadTurn::Guard turn(turn_);
   if (!is_writing()) return check_writes();
   TRIREME_TRACE("fsdp.begin_reading");
   const c10::InferenceMode no_inference(false);
   for (const auto& group : groups_) group->finish_writes();
-  for (StepGate& gate : gates_) gate.begin_reading();
+  gates_.begin_reading();
   prefetch_.expire();
 }
 
 void Fsdp::begin_writing() {
+  const ThreadTurn::Guard turn(turn_);
   if (is_writing()) return;
   TRIREME_TRACE("fsdp.begin_writing");
   check_writes();
   for (const auto& group : groups_) group->memory().finish_copies();
   const FactorRange own = delivery_->factor();
-  FactorRange of_all = own;
-  for (StepGate& gate : gates_) of_all = of_all & gate.begin_writing(own);
+  const FactorRange of_all = gates_.begin_writing(own);
   for (const auto& group : groups_) group->bump_unsharded();  // no graph may read what comes
   delivery_->forget();
   check_factor(own, of_all, communicator_->rank_of());
@@ -382,7 +383,9 @@ void Fsdp::tell_backward() {
 }
 
 void Fsdp::enter_backward() {
+  const bool took_turn = device().is_cpu() && turn_.take();
   if (in_backward_) return;
+  backward_took_turn_ = took_turn;
   tell_backward();
   in_backward_ = awaits_finalization_ = true;
   ++backward_;
@@ -416,11 +419,13 @@ void Fsdp::post_backward(ParamGroup& group, Use& use) {
 }
 
 void Fsdp::shadow_forward(const std::shared_ptr<ParamGroup>& entry) {
+  const ThreadTurn::Guard turn(turn_);
   begin_forward({entry});
   prefetch_.end_pass();
 }
 
 void Fsdp::shadow_backward() {
+  const ThreadTurn::Guard turn(turn_);
   if (prefetch_.gathers()) {
     prefetch_.begin_backward();
     prefetch_.enter_forward(prefetch_.last_forward());
@@ -455,6 +460,7 @@ void Fsdp::reshard_after_backward() {
   in_backward_ = has_told_backward_ = false;
   for (const auto& group : groups_)
     if (group->flags().reshard_after_backward) group->show_sharded();
+  if (std::exchange(backward_took_turn_, false)) turn_.give_back();
 }
 
 void Fsdp::set_manual_finalization(bool manual) {
@@ -463,6 +469,7 @@ void Fsdp::set_manual_finalization(bool manual) {
 }
 
 void Fsdp::finalize_backward() {
+  const ThreadTurn::Guard turn(turn_);
   if (reducers_.synchronizes()) {
     TORCH_CHECK(
         !std::exchange(awaits_finalization_, false) || !reducers_.lack_gradients(),
@@ -480,10 +487,12 @@ void Fsdp::finalize_backward() {
 }
 
 void Fsdp::reset() {
+  const ThreadTurn::Guard turn(turn_);
   open_.clear();
   prefetch_.reset();
   for (const auto& group : groups_) group->show_sharded();
   reducers_.drop_accumulated();
+  end_pass();
 }
 
 }  // namespace trireme

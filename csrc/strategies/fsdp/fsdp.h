@@ -1,11 +1,12 @@
 #pragma once
 
 #include <trireme/comm/communicator.h>
+#include <trireme/common/thread_turn.h>
 #include <trireme/memory/buffer_pool.h>
 #include <trireme/param/param_group.h>
 #include <trireme/param/prefetch.h>
-#include <trireme/param/step_gate.h>
 #include <trireme/strategies/fsdp/gradient_delivery.h>
+#include <trireme/strategies/fsdp/step_gates.h>
 #include <trireme/strategies/fsdp/unit_reducers.h>
 
 #include <ATen/core/Tensor.h>
@@ -38,6 +39,18 @@ namespace trireme {
 // nobody's business. Elsewhere they gather and free, by [Note: in which order units are gathered].
 // In both a unit that a rank skips contributes zeros as its gradient.
 
+// [Note: passes of several threads]
+//
+// Units show either what is sharded or what is not, and what a pass has open belongs to the root:
+// so passes of several threads come one after the other. A forward of the root, a backward and a
+// step wait until those of other threads are over. A unit inside of the root may be part of another
+// thread's forward, one that starts threads, which would never be over: it is refused. Who steps
+// sees to it that nobody evaluates meanwhile, as with any module. Where parameters are gathered all
+// ranks must come to their passes in one order, whichever threads make them.
+//
+// A backward on another device than CPU runs in threads of autograd: it waits for nobody, and what
+// is computed again in it belongs to it.
+
 // Makes the group of one unit's parameters, of which all ranks must say the same. Throws what
 // ParamGroup throws, and ValueError on all ranks for specs that differ. Collective.
 TRIREME_API std::shared_ptr<ParamGroup> make_param_group(ParamGroupRequest request);
@@ -55,7 +68,8 @@ TRIREME_API std::shared_ptr<ParamGroup> make_param_group(ParamGroupRequest reque
 // among n ranks backward receives 4 N (n - 1) / n bytes from these, and 4 N / n stay until it is
 // over.
 //
-// The thread that trains calls these, without the GIL.
+// Called without the GIL. Passes may come from several threads; see [Note: passes of several
+// threads]. Other calls come from the thread that trains.
 class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
  public:
   struct Request {
@@ -79,6 +93,10 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
     std::shared_ptr<ParamGroup> group;
     bool is_root = false;
   };
+  // Called before what leads to pre_forward(): takes this thread's turn, which ends with its
+  // outermost forward. Throws c10::Error for a unit inside of the root during another thread's
+  // pass.
+  void begin_pass(bool is_root);
   // Called before the forward of a unit. `inputs` are the tensors in what the unit is called with,
   // needed where its parameters are gathered. Throws c10::Error on this rank if a shard was written
   // while others may have read it; c10::DistBackendError as the step gate and the reducer do.
@@ -126,7 +144,7 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   void begin_writing();
 
   // Says whether this rank may write its shards now.
-  bool is_writing() const;
+  bool is_writing() const { return gates_.is_writing(); }
 
   // Hands averaged gradients, by the index of their parameters, to `callback`, which keeps them, on
   // the thread that runs backward; see GradientDelivery::take().
@@ -161,6 +179,7 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   void begin_forward(const Forward& forward);
   std::shared_ptr<Use> watch_inputs(const std::shared_ptr<ParamGroup>& group,
                                     const std::vector<at::Tensor>& inputs);
+  void end_pass() noexcept;
   std::shared_ptr<Use> close(const Forward& forward);
   void watch_outputs(const Forward& forward, const std::vector<at::Tensor>& outputs,
                      const std::shared_ptr<Use>& use);
@@ -182,7 +201,7 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   std::vector<std::shared_ptr<ParamGroup>> groups_;
   std::vector<std::string> names_;
   std::shared_ptr<Communicator> communicator_;
-  std::vector<StepGate> gates_;  // one per set of ranks that has parameters
+  StepGates gates_;
   std::shared_ptr<BufferPool> pool_;
   Prefetch prefetch_;
   UnitReducers reducers_;
@@ -194,10 +213,12 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
     std::shared_ptr<Use> use;  // null unless the group gathers
   };
   std::vector<Open> open_;
+  ThreadTurn turn_;                                        // of the thread whose pass is under way
   std::map<const ParamGroup*, int64_t> uses_in_backward_;  // counts those of units that gather
   int64_t backward_ = 0;                                   // counts backwards
   std::set<int64_t> forwards_in_backward_;
   bool in_backward_ = false;
+  bool backward_took_turn_ = false;
   bool manual_ = false;
   bool awaits_finalization_ = false;  // a backward came by since finalize_backward()
   std::function<void(const PassStart&)> tell_pass_;

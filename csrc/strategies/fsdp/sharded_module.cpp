@@ -220,6 +220,7 @@ void ShardedModule::shard() {
 }
 
 ShardedModule::Root& ShardedModule::own_root() const {
+  const std::lock_guard lock(making_root_);
   if (root_) return *root_;
   const auto made = std::make_shared<Root>(*this);
   root_ = made;
@@ -234,6 +235,7 @@ ShardedModule::Root& ShardedModule::own_root() const {
 void ShardedModule::enter(const std::vector<at::Tensor>& inputs) {
   Root& root = own_root();
   const bool is_outermost = root.outermost == this;
+  root.core->begin_pass(is_outermost);
   const bool begins = root.core->is_writing();
   if (is_outermost || begins) root.settle();
   root.core->pre_forward({group_, is_outermost}, inputs);

@@ -13,6 +13,7 @@
 #include <functional>
 #include <iosfwd>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -82,7 +83,8 @@ struct FsdpOptions {
 // unshard() to the next step (or reshard()); nobody may write it.
 
 // The part of a unit that does not depend on the type of its module; see Sharded in fully_shard.h.
-// One thread at a time.
+// Passes may come from several threads; see [Note: passes of several threads] in fsdp.h. Other
+// calls come from one at a time.
 class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
  public:
   ~ShardedModule() override;
@@ -243,6 +245,7 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
   std::shared_ptr<ParamGroup> group_;              // null if units in it have all parameters
   std::shared_ptr<Gate> gate_;
   std::shared_ptr<UnitHold> hold_;
+  mutable std::mutex making_root_;
   mutable std::shared_ptr<Root> root_;  // the outermost unit's, once that was used
 };
 

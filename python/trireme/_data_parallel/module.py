@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -30,6 +31,7 @@ from trireme._data_parallel.workers import ReplicaThreads
 
 T = TypeVar("T", bound=nn.Module)
 
+_making_threads = threading.Lock()
 _STEPS = ("replicate", "scatter", "parallel_apply", "gather")
 
 
@@ -49,6 +51,7 @@ class DataParallel(nn.DataParallel[T]):
     * Backward runs the replicas' graphs at the same time, each in the thread of its replica,
       without Python; gradients are summed meanwhile, in a fixed order: the same bits in every run.
     * ``loss=`` computes the loss where the outputs are, so that no device holds all of them.
+    * Forwards of several threads wait for each other.
     * Replicas have parameters (``next(self.parameters())`` works inside forward).
 
     What forward sets on ``self`` is lost, as in torch, but what it writes in place to buffers stays
@@ -149,10 +152,10 @@ class DataParallel(nn.DataParallel[T]):
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], with_loss: bool
     ) -> Any:
         threads = self._own_threads()
-        if not threads.turn.acquire(blocking=False):
+        if not threads.turn.acquire(blocking=not threads.is_this_one_of_them()):
             refuse(
-                "got a forward during another one, expected one at a time",
-                "Use a DataParallel for each thread, and none in its own forward.",
+                "got a forward within a forward of the same DataParallel, expected one around it",
+                "Call the module itself there.",
                 kind=RuntimeError,
             )
         try:
@@ -216,10 +219,11 @@ class DataParallel(nn.DataParallel[T]):
         return self.gather(outputs, self.output_device)
 
     def _own_threads(self) -> ReplicaThreads:
-        if self._threads is None or self._threads.process != os.getpid():
-            self._threads = ReplicaThreads(self._devices, threads_of_replicas(self._devices))
-            self._modules_of_replicas = None
-        return self._threads
+        with _making_threads:
+            if self._threads is None or self._threads.process != os.getpid():
+                self._threads = ReplicaThreads(self._devices, threads_of_replicas(self._devices))
+                self._modules_of_replicas = None
+            return self._threads
 
     def _made_ready(self, threads: ReplicaThreads) -> ReplicaModules:
         """The replicas as the module is now, made anew where its layers or tensors are others."""

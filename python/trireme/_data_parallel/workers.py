@@ -37,6 +37,10 @@ class ReplicaThreads:
         self._lock = threading.Lock()
         self._idents = start_threads(self.pool, len(devices), "trireme-replica")
 
+    def is_this_one_of_them(self) -> bool:
+        """Whether a replica's thread calls."""
+        return threading.get_ident() in self._idents
+
     def run(
         self,
         replicas: Sequence[int],

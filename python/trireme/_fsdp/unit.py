@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -79,7 +80,8 @@ class FsdpUnit:
         self.reshard_after_forward: bool | None = None  # None: if it is not the root
         self.ahead: dict[str, list[FsdpUnit]] = {}  # goes by the core's method that is told of it
         self.gathers_dynamically = False  # is asked of the root
-        self._is_entered = False
+        self._entered_by: int | None = None  # a thread
+        self._making_root = threading.Lock()
         self.uses = 0  # how often it was entered, or resharded
         self._comm_ctx = object()
         self._fsdp_param_groups: list[Any] = []
@@ -191,7 +193,9 @@ class FsdpUnit:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         root = self.own_root()
-        self._is_entered = True
+        if root.core is not None:
+            root.core.begin_pass(self.is_root)
+        self._entered_by = threading.get_ident()
         self.uses += 1
         if self.is_root:
             root.check_layers()
@@ -227,15 +231,15 @@ class FsdpUnit:
             for part in reversed(self.all):
                 is_root = self.is_root and part is self
                 core.post_forward(part.group, is_root, tensors, all_found)
-        self._is_entered = False
+        self._entered_by = None
         return output if self._cast_outputs is None else self._cast_outputs(output)
 
     @torch._disable_dynamo
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Called also where forward has raised; then nobody calls ``_post_forward``."""
-        if not self._is_entered:
+        if self._entered_by != threading.get_ident():
             return
-        self._is_entered = False
+        self._entered_by = None
         error = sys.exc_info()[1]
         core = self.own_root().core
         if core is None or error is None:
@@ -268,7 +272,9 @@ class FsdpUnit:
                     "Call fully_shard on the module around them, and run that.",
                     kind=RuntimeError,
                 )
-            FsdpRoot(self)
+            with self._making_root:
+                if self.root is None:
+                    FsdpRoot(self)
         assert self.root is not None
         return self.root
 

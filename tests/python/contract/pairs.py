@@ -65,7 +65,7 @@ row                                             DD Z1 Z2 FS FG DP PR PT PS CK RO
 `ps.Embedding`, async                           +  +  +  +  +  +  +  +  +  +  +  +  +  +
 a layer whose parameters are a dense table      +  +  +  T1 T1 +  +  +  +  +  T2 T3 +  +
 `remote.Module`                                 +  +  +  +  +  +  +  +  +  +  +  +  +  +
-a remote function that calls it                 +  +  +  +  C1 D1 C1 +  C1 +  +  +  +  J1
+a remote function that calls it                 +  +  +  +  C1 +  C1 +  C1 +  +  +  +  J1
 SyncBatchNorm                                   +  +  +  +  +  D2 P1 S1 P1 +  S2 +  +  J2
 BatchNorm                                       +  +  +  +  +  +  +  +  +  +  +  +  +  +
 a loss with parameters                          +  +  +  +  +  L1 +  +  L2 +  +  +  +  +
@@ -88,7 +88,7 @@ tensors negated or conjugated lazily            +  +  +  +  +  +  +  +  +  +  + 
 sparse gradients                                +  Z1 +  +  +  +  +  +  +  +  +  W2 +  +
 `torch.compile`                                 +  +  +  +  +  D3 +  +  +  +  +  +  +  +
 `inference_mode`                                +  +  +  +  +  +  +  +  +  +  +  +  +  +
-several threads of the user's                   +  +  +  +  C1 D1 C1 +  C1 +  +  +  +  C1
+several threads of the user's                   +  +  +  +  C1 +  C1 +  C1 +  +  +  +  C1
 DistributedDataParallel inside                  +  +  Z2 F2 F2 D3 P4 P3 P4 +  O1 +  +  +
 `load_state_dict` in `writing()`                +  +  +  +  +  +  +  +  +  +  +  +  +  +
 `load_state_dict(assign=True)` in `writing()`   A1 +  +  A1 A1 A1 A1 A1 A1 A1 +  W3 A1 A1
@@ -114,11 +114,6 @@ CELLS: dict[str, Cell] = {
     "C1": Right(
         "A forward needs all ranks there, so threads and callers take turns, in one order on all "
         "ranks."
-    ),
-    "D1": Refused(
-        "[data_parallel] got a forward during another one",
-        "Make a DataParallel for each thread; they share the module.",
-        "RuntimeError",
     ),
     "J1": NoPair("Steps that another rank asks for have no inputs that could run out."),
     "D2": Refused(

@@ -2,13 +2,11 @@
 
 #include <trireme/comm/communicator.h>
 #include <trireme/common/export.h>
+#include <trireme/common/thread_turn.h>
 #include <trireme/strategies/pipeline/engine.h>
 
-#include <condition_variable>
 #include <memory>
-#include <mutex>
-#include <string>
-#include <thread>
+#include <utility>
 
 namespace trireme {
 
@@ -30,7 +28,7 @@ class TRIREME_API CallTurn {
   // expect_call() of a runner does; c10::Error for a call from within another one of this thread,
   // and, over ranks, for a call during another one. Called without the GIL.
   void take(const PipelineRunner* runner);
-  void give_back() noexcept;
+  void give_back() noexcept { turn_.give_back(); }
 
   class Guard {
    public:
@@ -45,10 +43,7 @@ class TRIREME_API CallTurn {
 
  private:
   std::shared_ptr<Communicator> ranks_;
-  std::mutex mutex_;
-  std::condition_variable is_free_;
-  bool is_taken_ = false;
-  std::thread::id owner_;
+  ThreadTurn turn_;
 };
 
 }  // namespace trireme

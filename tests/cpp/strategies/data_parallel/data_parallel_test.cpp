@@ -3,9 +3,12 @@
 #include <torch/autograd.h>
 #include <torch/serialize.h>
 
+#include <atomic>
 #include <catch_torch.h>
 #include <sstream>
 #include <strategies/data_parallel/replicated_nets.h>
+#include <thread>
+#include <vector>
 
 namespace trireme::data_parallel_test {
 
@@ -159,6 +162,21 @@ TEST_CASE("two forwards before a backward, and two in one graph") {
   run(alone);
   run(model);
   CHECK(count_unlike(gradients_of(*net), gradients_of(*alone), 0) == 0);
+}
+
+TEST_CASE("forwards of several threads come one after the other") {
+  WholeNumbers net;
+  DataParallel<WholeNumbers> model(net, on_cpu(2));
+  std::atomic<int64_t> differ = 0;
+  std::vector<std::thread> threads;
+  for (int64_t rows = 6; rows < 9; ++rows)
+    threads.emplace_back([&, rows] {
+      const at::Tensor x = whole_rows(rows);
+      const at::Tensor expected = net->forward(x).detach();
+      for (int64_t call = 0; call < 50; ++call) differ += !model->forward(x).equal(expected);
+    });
+  for (std::thread& thread : threads) thread.join();
+  CHECK(differ == 0);
 }
 
 TEST_CASE("gradients of inputs, by backward and by grad") {

@@ -2,10 +2,12 @@
 
 #include <torch/serialize.h>
 
+#include <atomic>
 #include <catch_torch.h>
 #include <mutex>
 #include <sstream>
 #include <strategies/fsdp/fsdp_ranks.h>
+#include <thread>
 #include <vector>
 
 namespace trireme::fsdp_test {
@@ -420,6 +422,31 @@ TEST_CASE("optional arguments, outputs in tuples, modules in shared pointers") {
   });
   CHECK(dtypes[0] ==
         std::vector<at::ScalarType>{at::kBFloat16, at::kDouble, at::kDouble, at::kFloat});
+}
+
+TEST_CASE("threads evaluate while one of them trains, each with whole parameters") {
+  const auto wrong = on_shm_ranks<int64_t>(2, [&](ThreadRank& rank) {
+    UnevenNet net;
+    auto model = fully_shard(net, over(rank));
+    AdamW optimizer(model->parameters(), AdamWOptions(0.1));
+    fsdp_step(model, optimizer, 0, rank.where);
+    const auto outputs = [&](int64_t number) {
+      const at::NoGradGuard no_grad;
+      return model->forward(part_of_batch(number, rank.where));
+    };
+    const at::Tensor expected = outputs(1);
+    std::atomic<int64_t> differ = 0;
+    std::vector<std::thread> threads;
+    for (int caller = 0; caller < 3; ++caller)
+      threads.emplace_back([&] {
+        for (int call = 0; call < 30; ++call) differ += !outputs(1).equal(expected);
+      });
+    for (int64_t step = 2; step < 5; ++step)
+      model->forward(part_of_batch(step, rank.where)).backward();
+    for (std::thread& thread : threads) thread.join();
+    return differ.load();
+  });
+  CHECK(wrong == std::vector<int64_t>(2, 0));
 }
 
 }  // namespace trireme::fsdp_test

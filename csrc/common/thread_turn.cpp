@@ -1,0 +1,53 @@
+#include <trireme/common/thread_turn.h>
+
+#include <trireme/common/interruption.h>
+
+namespace trireme {
+namespace {
+
+const std::shared_ptr<const bool>& this_thread() {
+  static thread_local const auto token = std::make_shared<const bool>(true);
+  return token;
+}
+
+}  // namespace
+
+bool ThreadTurn::is_own_locked() const { return owner_.lock() == this_thread(); }
+
+bool ThreadTurn::try_take_locked() {
+  if (!owner_.expired() && !is_own_locked()) return false;
+  owner_ = this_thread();
+  return true;
+}
+
+bool ThreadTurn::take() {
+  std::unique_lock lock(mutex_);
+  if (is_own_locked()) return false;
+  while (!try_take_locked()) {
+    if (is_free_.wait_for(lock, kLookAround) == std::cv_status::no_timeout) continue;
+    lock.unlock();
+    check_interruption();
+    lock.lock();
+  }
+  return true;
+}
+
+bool ThreadTurn::try_take() {
+  const std::lock_guard lock(mutex_);
+  return try_take_locked();
+}
+
+bool ThreadTurn::is_own() const {
+  const std::lock_guard lock(mutex_);
+  return is_own_locked();
+}
+
+void ThreadTurn::give_back() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    owner_.reset();
+  }
+  is_free_.notify_one();
+}
+
+}  // namespace trireme
