@@ -23,6 +23,7 @@
 #include <memory>
 #include <mutex>
 #include <system_error>
+#include <thread>
 #include <typeinfo>
 #include <unordered_map>
 #include <utility>
@@ -381,7 +382,9 @@ class OffloadPacker : public TensorPacker {
   c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& tensor) override {
     if (may_write_what_it_saves()) {
       if (is_parameter(tensor)) return c10::make_intrusive<KeptTensor>(tensor);
-      return unfinished_.emplace_back(c10::make_intrusive<UnfinishedTensor>(tensor));
+      const std::lock_guard lock(mutex_);
+      return unfinished_[std::this_thread::get_id()].emplace_back(
+          c10::make_intrusive<UnfinishedTensor>(tensor));
     }
     finish();
     if (RangePointer range = use_->store(tensor)) {
@@ -401,12 +404,24 @@ class OffloadPacker : public TensorPacker {
   }
 
  private:
+  // Those of this thread, whose operator is over; threads of replicas pack beside each other.
   void finish() {
-    for (const auto& one : std::exchange(unfinished_, {})) one->finish(use_);
+    std::vector<c10::intrusive_ptr<UnfinishedTensor>> own;
+    {
+      const std::lock_guard lock(mutex_);
+      if (unfinished_.empty()) return;
+      const auto found = unfinished_.find(std::this_thread::get_id());
+      if (found == unfinished_.end()) return;
+      own = std::move(found->second);
+      unfinished_.erase(found);
+    }
+    for (const auto& one : own) one->finish(use_);
   }
 
   std::shared_ptr<OffloadUse> use_;
-  std::vector<c10::intrusive_ptr<UnfinishedTensor>> unfinished_;
+  std::mutex mutex_;
+  std::unordered_map<std::thread::id, std::vector<c10::intrusive_ptr<UnfinishedTensor>>>
+      unfinished_;
 };
 
 }  // namespace

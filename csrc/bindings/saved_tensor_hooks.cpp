@@ -204,6 +204,17 @@ class TorchRun : public CheckpointRun {
   bool is_recomputation_;
 };
 
+// What a packer is told of a job of another thread, as PackerGuard tells it.
+struct WatchedJob {
+  explicit WatchedJob(c10::intrusive_ptr<TensorPacker> packer) : packer(std::move(packer)) {}
+  ~WatchedJob() { packer->end(); }
+  WatchedJob(const WatchedJob&) = delete;
+  WatchedJob& operator=(const WatchedJob&) = delete;
+
+  OperatorWatch watch;
+  c10::intrusive_ptr<TensorPacker> packer;
+};
+
 class PythonHooks : public SavedTensorHooks {
  public:
   PythonHooks() {
@@ -243,13 +254,20 @@ class PythonHooks : public SavedTensorHooks {
   std::function<std::shared_ptr<void>()> carried() override {
     const auto top = at::SavedTensorDefaultHooks::get_hooks(/*ignore_is_tracing=*/true);
     if (!top) return {};
+    c10::intrusive_ptr<TensorPacker> watching;
     {
       const py::gil_scoped_acquire gil;
-      if (is_ordered(top->first.ptr(getPyInterpreter()))) return {};
+      PyObject* hook = top->first.ptr(getPyInterpreter());
+      if (is_ordered(hook)) return {};
+      if (Py_TYPE(hook) == pack_hook_type) {
+        auto* packer = reinterpret_cast<PackHook*>(hook)->packer;
+        if (packer->watches_operators())
+          watching = c10::intrusive_ptr<TensorPacker>::reclaim_copy(packer);
+      }
     }
-    return [state = at::SavedTensorDefaultHooks::get_tls_state()] {
-      at::SavedTensorDefaultHooks::set_tls_state(state);
-      return std::shared_ptr<void>();  // the job ends with the state of its thread
+    return [watching, state = at::SavedTensorDefaultHooks::get_tls_state()] {
+      at::SavedTensorDefaultHooks::set_tls_state(state);  // the job ends with that of its thread
+      return watching ? std::make_shared<WatchedJob>(watching) : std::shared_ptr<void>();
     };
   }
 

@@ -2,6 +2,7 @@
 
 #include <trireme/comm/gather_texts.h>
 #include <trireme/common/exception_text.h>
+#include <trireme/module/meets_ranks.h>
 
 #include <ATen/ATen.h>
 #include <torch/serialize/archive.h>
@@ -188,6 +189,19 @@ void Join::share_options(const std::vector<torch::optim::Optimizer*>& optimizers
     archive.read(key, options);
     group.options().serialize(options);
   });
+}
+
+void refuse_meetings(const torch::nn::Module& module, const JoinOptions& options, const char* area,
+                     RankOf where) {
+  if (options.throw_on_early_termination) return;
+  const std::string found = meeting_of_ranks(module, 1);
+  TORCH_CHECK_VALUE(
+      found.empty(),
+      error_text(area,
+                 "got " + found + " under join(), expected layers that need no rank without inputs",
+                 where,
+                 "Give such ranks empty batches in place of join(), or set "
+                 "throw_on_early_termination."));
 }
 
 void join(const std::vector<JoinMember>& members, const std::function<void()>& train,

@@ -2,6 +2,7 @@
 
 #include <trireme/comm/communicator.h>
 
+#include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
 #include <array>
@@ -122,6 +123,11 @@ class JoinMember {
   }
   Joinable* joinable_;
 };
+
+// Throws ValueError for a module in which a layer meets other ranks (SyncBatchNorm): those without
+// inputs would not come to it. Nobody goes on without them under throw_on_early_termination.
+TRIREME_API void refuse_meetings(const torch::nn::Module& module, const JoinOptions& options,
+                                 const char* area, RankOf where);
 
 // Calls `train`, whose loop may have another number of inputs on each rank, and returns when it has
 // returned on all of them:

@@ -27,12 +27,14 @@ namespace {
 class File {
  public:
   explicit File(int fd) : fd_(fd) {}
-  ~File() {
-    if (fd_ >= 0) ::close(fd_);
-  }
+  ~File() { reset(); }
   File(const File&) = delete;
   File& operator=(const File&) = delete;
   int get() const { return fd_; }
+  void reset(int fd = -1) {
+    if (fd_ >= 0) ::close(fd_);
+    fd_ = fd;
+  }
   int take_descriptor() { return std::exchange(fd_, -1); }
 
  private:
@@ -94,24 +96,50 @@ class SpareFile {
     static auto* spare = new SpareFile;  // threads may outlive static objects
     return *spare;
   }
-  // Calls `open`, which returns a descriptor and sets errno, with one file more where it needs it.
-  // Whoever closes that calls refill().
-  template <typename Open>
-  int open_with_it(const Open& open) {
-    const std::lock_guard lock(mutex_);
-    int fd = open();
-    if (fd >= 0 || !is_out_of_files(errno) || fd_ < 0) return fd;
-    ::close(std::exchange(fd_, -1));
-    fd = open();
-    return fd;
-  }
-  void refill() {
-    const std::lock_guard lock(mutex_);
-    if (fd_ < 0) fd_ = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
-  }
+  // Lets no other thread of ours take a file that was freed for somebody, or is about to be.
+  std::unique_lock<std::mutex> lock() { return std::unique_lock(mutex_); }
+
+  // Holds what a peer's file was opened with: the place of the spare one, if there was no other.
+  class Use {
+   public:
+    // Calls `open`, which returns a descriptor and sets errno, with one file more where it needs
+    // it.
+    template <typename Open>
+    explicit Use(const Open& open) : lock_(of_process().lock()) {
+      int& spare = of_process().fd_;
+      int fd = open();
+      if (fd < 0 && is_out_of_files(errno) && spare >= 0) {
+        ::close(std::exchange(spare, -1));
+        fd = open();
+      }
+      const int error = errno;
+      file_.reset(fd);
+      if (fd >= 0 && spare >= 0) lock_.unlock();
+      errno = error;
+    }
+    ~Use() {
+      file_.reset();
+      if (!lock_.owns_lock()) return;
+      const int error = errno;
+      of_process().refill();
+      errno = error;
+    }
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+
+    File& file() { return file_; }
+
+   private:
+    std::unique_lock<std::mutex> lock_;  // held until the spare file is there again
+    File file_{-1};
+  };
 
  private:
   SpareFile() { refill(); }
+  void refill() {
+    if (fd_ < 0) fd_ = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
+  }
+
   std::mutex mutex_;
   int fd_ = -1;
 };
@@ -271,9 +299,12 @@ Segment Segment::make(SegmentKind kind, int64_t bytes, int64_t reserved_bytes, i
   Segment segment;
   segment.address_ = {kind, ::getpid(), -1, bytes, random_nonce()};
   const bool anonymous = kind == SegmentKind::kAnonymous;
-  File file(anonymous ? ::memfd_create(kMemoryName, MFD_CLOEXEC | MFD_ALLOW_SEALING)
-                      : ::shm_open(segment.address_.name().c_str(),
-                                   O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, S_IRUSR | S_IWUSR));
+  File file([&] {
+    const auto lock = SpareFile::of_process().lock();
+    return anonymous ? ::memfd_create(kMemoryName, MFD_CLOEXEC | MFD_ALLOW_SEALING)
+                     : ::shm_open(segment.address_.name().c_str(),
+                                  O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, S_IRUSR | S_IWUSR);
+  }());
   if (file.get() < 0) {
     if (is_out_of_files(errno)) throw no_files(errno);
     throw Fault(FaultKind::kNotPossible,
@@ -298,11 +329,8 @@ Segment Segment::make(SegmentKind kind, int64_t bytes, int64_t reserved_bytes, i
 
 Segment Segment::open(const SegmentAddress& address, std::string& why_not, bool keeps_file) {
   const std::string path = path_of(address);
-  struct Refill {
-    ~Refill() { SpareFile::of_process().refill(); }
-  };
-  const Refill refill;  // once the file is closed
-  File file(SpareFile::of_process().open_with_it([&] { return open_peers(address); }));
+  SpareFile::Use use([&] { return open_peers(address); });
+  File& file = use.file();
   if (file.get() < 0) {
     why_not = "cannot open " + path + ": " + text_of_files(errno);
     return {};

@@ -3,6 +3,7 @@
 #include <trireme/common/error.h>
 #include <trireme/common/forks.h>
 #include <trireme/common/intra_op_threads.h>
+#include <trireme/module/meets_ranks.h>
 #include <trireme/strategies/data_parallel/chunk_plan.h>
 #include <trireme/strategies/data_parallel/core_groups.h>
 #include <trireme/strategies/data_parallel/messages.h>
@@ -65,6 +66,14 @@ void refuse_nesting(const torch::nn::Module& module) {
                                  std::string("got a DataParallel at '") + item.key() +
                                      "' in the module, expected plain modules",
                                  {}, "Wrap the outermost module alone."));
+}
+
+// Each replica would meet the ranks by itself.
+void refuse_meeting(const torch::nn::Module& module) {
+  const std::string found = meeting_of_ranks(module, 0);
+  TORCH_CHECK_VALUE(found.empty(),
+                    error_text(kDataParallelArea, "got " + found + ", expected plain modules", {},
+                               "Run ranks under DDP, or keep BatchNorm."));
 }
 
 }  // namespace
@@ -130,6 +139,7 @@ void ReplicatedModule::replicate() {
   replicas_.reset();
   pool_.reset();
   if (devices_.size() == 1) return;
+  refuse_meeting(*inner_);
   ModuleClones clones = clone_module(*inner_, devices_);
   pool_ = std::make_shared<WorkerPool>(devices_,
                                        intra_op_threads_of(at::get_num_threads(), devices_.size()));

@@ -91,14 +91,19 @@ std::shared_ptr<Ddp::Forwards> Ddp::leading() const {
   return forwards_;
 }
 
+std::unordered_map<const Ddp::Forwards*, int64_t>& Ddp::Forwards::running_here() {
+  static thread_local std::unordered_map<const Forwards*, int64_t> running;
+  return running;
+}
+
 void Ddp::before_forward() {
   const auto leader = leading();
-  if (leader->running == 0) leader->arming->before_forward();
+  if (!leader->runs_here()) leader->arming->before_forward();
 }
 
 void Ddp::after_forward(const std::vector<at::Tensor>& outputs, bool synchronize, bool all_found) {
   const auto leader = leading();
-  if (leader->running == 0) leader->arming->after_forward(outputs, synchronize, all_found);
+  if (!leader->runs_here()) leader->arming->after_forward(outputs, synchronize, all_found);
 }
 
 void Ddp::sync_buffers(const std::vector<at::Tensor>& buffers, int64_t root) {

@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -65,8 +66,9 @@ class TRIREME_API Ddp {
 
   // [Note: one inside another]
   // Averages alone for `inner`, whose module is a part of this one's: a forward of that one counts
-  // as one of this one's, beside a forward of this one too; inside of it nothing is told. Both
-  // reducers would take the same gradients. The outermost one leads; once it is gone, the next.
+  // as one of this one's, beside a forward of this one too; inside of it, in one thread, nothing is
+  // told. Both reducers would take the same gradients. The outermost one leads; once it is gone,
+  // the next.
   void lead(Ddp& inner) const { inner.around_.push_back(forwards_); }
   // Lives while the module of this one runs its forward.
   class Running;
@@ -97,7 +99,9 @@ class TRIREME_API Ddp {
   // What those inside tell of their forwards.
   struct Forwards {
     std::shared_ptr<Arming> arming;
-    int64_t running = 0;
+    // Counts those of this thread: others may evaluate meanwhile.
+    static std::unordered_map<const Forwards*, int64_t>& running_here();
+    bool runs_here() const { return running_here().contains(this); }
   };
 
   void broadcast_module(const std::vector<at::Tensor>& parameters,
@@ -115,9 +119,12 @@ class TRIREME_API Ddp {
 class Ddp::Running {
  public:
   explicit Running(std::shared_ptr<Forwards> forwards) : forwards_(std::move(forwards)) {
-    ++forwards_->running;
+    ++Forwards::running_here()[forwards_.get()];
   }
-  ~Running() { --forwards_->running; }
+  ~Running() {
+    const auto own = Forwards::running_here().find(forwards_.get());
+    if (--own->second == 0) Forwards::running_here().erase(own);
+  }
   Running(const Running&) = delete;
   Running& operator=(const Running&) = delete;
 

@@ -13,7 +13,8 @@ std::string DdpJoin::describe(const JoinCall& call) const {
          " of DistributedDataParallel";
 }
 
-void DdpJoin::enter_join(Join* join, const JoinOptions& /*options*/) {
+void DdpJoin::enter_join(Join* join, const JoinOptions& options) {
+  if (join != nullptr) refuse_meetings(module_, options, "ddp", ddp_.communicator()->rank_of());
   join_ = join;
   buffers_may_differ_ = true;
   if (join_ == nullptr) return ddp_.arming().set_armed_callback(nullptr);
@@ -27,12 +28,12 @@ void DdpJoin::before_forward(bool sync_buffers) {
     sync_buffers = (all.flags & kSyncBuffers) != 0;
     root = join_->root();
   }
-  if (sync_buffers) ddp_.sync_buffers(buffers_(), root);
+  if (sync_buffers) ddp_.sync_buffers(module_.buffers(), root);
 }
 
 void DdpJoin::follow(const JoinCall& call) {
   if (call.what == kBackward) return ddp_.reducer().shadow_backward();
-  if ((call.flags & kSyncBuffers) != 0) ddp_.sync_buffers(buffers_(), join_->root());
+  if ((call.flags & kSyncBuffers) != 0) ddp_.sync_buffers(module_.buffers(), join_->root());
 }
 
 }  // namespace trireme

@@ -3,7 +3,8 @@
 #include <trireme/grad/join.h>
 #include <trireme/strategies/ddp/ddp.h>
 
-#include <functional>
+#include <torch/nn/module.h>
+
 #include <memory>
 #include <string>
 #include <vector>
@@ -14,10 +15,9 @@ namespace trireme {
 // backwards. At the end all ranks have the parameters and buffers of one that trained to the end.
 class TRIREME_API DdpJoin final : public Joinable {
  public:
-  // `buffers` are those of the module; `buffers_may_differ` is set when a join is over. Both, and
-  // `ddp`, must outlive this.
-  DdpJoin(Ddp& ddp, std::function<std::vector<at::Tensor>()> buffers, bool& buffers_may_differ)
-      : ddp_(ddp), buffers_(std::move(buffers)), buffers_may_differ_(buffers_may_differ) {}
+  // `buffers_may_differ` is set when a join is over. All of these must outlive this.
+  DdpJoin(Ddp& ddp, const torch::nn::Module& module, bool& buffers_may_differ)
+      : ddp_(ddp), module_(module), buffers_may_differ_(buffers_may_differ) {}
 
   // Called before each forward: brings the buffers of one rank to all, if any rank wants it.
   void before_forward(bool sync_buffers);
@@ -27,11 +27,11 @@ class TRIREME_API DdpJoin final : public Joinable {
   void enter_join(Join* join, const JoinOptions& options) override;
   void set_join_divisor(double divisor) override { ddp_.reducer().set_divisor(divisor); }
   void follow(const JoinCall& call) override;
-  void end_join(int64_t root) override { ddp_.sync_module(buffers_(), root); }
+  void end_join(int64_t root) override { ddp_.sync_module(module_.buffers(), root); }
 
  private:
   Ddp& ddp_;
-  std::function<std::vector<at::Tensor>()> buffers_;
+  const torch::nn::Module& module_;
   bool& buffers_may_differ_;
   Join* join_ = nullptr;
 };

@@ -103,7 +103,7 @@ class DistributedDataParallelImpl : public torch::nn::Module, public WrapsModule
   bool synchronize_ = true;
   bool parameters_may_have_moved_ = true;
   Ddp ddp_;
-  DdpJoin join_{ddp_, [this] { return module_->buffers(); }, parameters_may_have_moved_};
+  DdpJoin join_{ddp_, wrapped(), parameters_may_have_moved_};
 };
 
 // torch::nn::parallel has no such class; this is torch.nn.parallel.DistributedDataParallel for C++

@@ -45,6 +45,7 @@ void ShardedModule::Joining::enter_join(Join* join, const JoinOptions& options) 
   optimizer_of_.clear();
   root_.core->tell_passes(nullptr);
   if (join_ == nullptr) return;
+  refuse_meetings(*model_.inner_, options, "fully_shard", join_communicator()->rank_of());
   std::unordered_set<const at::TensorImpl*> shards;
   for (const at::Tensor& shard : model_.parameters()) shards.insert(shard.unsafeGetTensorImpl());
   for (torch::optim::Optimizer* one : options.optimizers) {

@@ -3,6 +3,7 @@
 #include <trireme/comm/subgroups.h>
 #include <trireme/comm/threads/thread_group.h>
 #include <trireme/common/worker_pool.h>
+#include <trireme/module/meets_ranks.h>
 #include <trireme/strategies/pipeline/refuse.h>
 #include <trireme/strategies/pipeline/schedule_recomputation.h>
 #include <trireme/strategies/pipeline/threads/pipeline_pass.h>
@@ -180,6 +181,13 @@ std::vector<PipelineSkip> skips_of_stages(std::vector<PipelineSkip> skips,
     skip.to = stage_of(skip.to);
   }
   return skips;
+}
+
+void refuse_meetings_in_stages(const torch::nn::Module& layers, const PipelineOptions& options) {
+  const std::string found = meeting_of_ranks(layers, options.ranks ? options.copies : 1);
+  if (!found.empty())
+    refuse_pipeline("got " + found + " over ranks that have other stages",
+                    "Give it a communicator of the ranks with this stage, or keep BatchNorm.");
 }
 
 std::unordered_map<std::string, std::string> names_in_whole(const torch::nn::Module& module) {

@@ -112,6 +112,11 @@ TRIREME_API std::vector<int64_t> stage_bounds(const PipelineOptions& options, in
 TRIREME_API std::vector<PipelineSkip> skips_of_stages(std::vector<PipelineSkip> skips,
                                                       const std::vector<int64_t>& bounds);
 
+// Throws ValueError for layers that meet ranks with other stages, or, in one process, any others
+// (SyncBatchNorm).
+TRIREME_API void refuse_meetings_in_stages(const torch::nn::Module& layers,
+                                           const PipelineOptions& options);
+
 // Finds what hangs in several places of a module: returns of each but the first the name, and that
 // of the first.
 TRIREME_API std::unordered_map<std::string, std::string> names_in_whole(
@@ -140,6 +145,7 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
     devices_ = devices_of_stages(options, schedule);
     const std::vector<StageTensors> stages = tensors_of(named, bounds, schedule);
     names_in_whole_ = trireme::names_in_whole(*net);
+    refuse_meetings_in_stages(*net, options);
     if (options.deferred_batch_norm) {
       DeferredBatchNorms all;  // other ranks refuse their layers here, too
       for (const auto& item : named) all.add(item.value(), item.key());

@@ -106,8 +106,10 @@ StagePipelineImpl::StagePipelineImpl(std::vector<PipelineStage> stages,
     std::vector<int64_t> bounds;
     for (int64_t stage = 0; stage <= schedule.stages; ++stage) bounds.push_back(stage);
     engine_options.skips = skips_of_stages(options.skips, bounds);
-    for (const PipelineStage& stage : stages)
+    for (const PipelineStage& stage : stages) {
+      refuse_meetings_in_stages(*stage.module().module, options);
       requests.push_back(request_of(stage, options.deferred_batch_norm));
+    }
   };
   refuse_together(run_together(prepare, *communicator_, communicator_->device()),
                   communicator_->rank_of());

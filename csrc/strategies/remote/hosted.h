@@ -29,8 +29,9 @@ class TRIREME_API ModuleBody {
   // Tells modules apart: what a factory returns twice is one module.
   virtual const void* identity() const = 0;
   virtual Value forward(const Values& args, const Dict& kwargs) = 0;
+  // Returns each tensor once, under its first name.
   virtual Named parameters() = 0;
-  // Returns what a state dict has: parameters and buffers themselves, not detached.
+  // Returns what a state dict has, under all names: parameters and buffers themselves, not detached.
   virtual Named state() = 0;
   virtual void set_training(bool training) = 0;
 };

@@ -13,6 +13,7 @@
 #include <string>
 #include <tuple>
 #include <type_traits>
+#include <unordered_set>
 #include <utility>
 
 namespace trireme::remote {
@@ -194,14 +195,17 @@ class CppModuleBody final : public ModuleBody {
     }
   }
   Named parameters() override {
-    const auto all = module_->named_parameters();
     Named named;
-    for (const auto& item : all) named.emplace_back(item.key(), item.value());
+    std::unordered_set<const c10::TensorImpl*> seen;
+    for (const auto& item : module_->named_parameters())
+      if (seen.insert(item.value().unsafeGetTensorImpl()).second)
+        named.emplace_back(item.key(), item.value());
     return named;
   }
   Named state() override {
-    Named named = parameters();
-    for (const auto& item : module_->named_buffers()) named.emplace_back(item.key(), item.value());
+    Named named;
+    for (const auto& all : {module_->named_parameters(), module_->named_buffers()})
+      for (const auto& item : all) named.emplace_back(item.key(), item.value());
     return named;
   }
   void set_training(bool training) override { module_->train(training); }

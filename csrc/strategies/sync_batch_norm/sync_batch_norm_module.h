@@ -1,5 +1,6 @@
 #pragma once
 
+#include <trireme/module/meets_ranks.h>
 #include <trireme/strategies/sync_batch_norm/sync_batch_norm.h>
 
 #include <torch/nn/modules/batchnorm.h>
@@ -23,13 +24,15 @@ using SyncBatchNormOptions = torch::nn::BatchNormOptions;
 // In training, forward and backward are collective: see BatchNormSync for the contract, what is
 // thrown and the cost. In evaluation nothing is communicated. A clone uses the same communicator.
 class TRIREME_API SyncBatchNormImpl
-    : public torch::nn::NormImplBase<1, SyncBatchNormImpl, SyncBatchNormOptions> {
+    : public torch::nn::NormImplBase<1, SyncBatchNormImpl, SyncBatchNormOptions>,
+      public MeetsRanks {
  public:
   SyncBatchNormImpl(const SyncBatchNormOptions& options,
                     std::shared_ptr<Communicator> communicator);
 
   at::Tensor forward(const at::Tensor& input);
   void pretty_print(std::ostream& stream) const override;
+  int64_t ranks_that_meet() const override { return sync_.communicator()->world(); }
 
  private:
   void _check_input_dim(const at::Tensor& input) override;

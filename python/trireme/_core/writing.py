@@ -126,10 +126,18 @@ def _places_in(module: nn.Module) -> list[_Place]:
     ]
 
 
-def _cores_at(places: Sequence[_Place]) -> list[Zero]:
+def sharding_optimizers(module: nn.Module) -> list[ShardedOptimizer]:
+    """Lists those that hold parameters of ``module``."""
+    return _optimizers_at(_places_in(module))
+
+
+def _optimizers_at(places: Sequence[_Place]) -> list[ShardedOptimizer]:
     owners = (optimizer_of(parameter) for _, _, parameter in places)
-    optimizers = dict.fromkeys(owner for owner in owners if owner is not None)
-    return [core for optimizer in optimizers for core in optimizer._cores]
+    return list(dict.fromkeys(owner for owner in owners if owner is not None))
+
+
+def _cores_at(places: Sequence[_Place]) -> list[Zero]:
+    return [core for optimizer in _optimizers_at(places) for core in optimizer._cores]
 
 
 def _tables_in(module: nn.Module) -> list[_Writable]:

@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,20 @@ _DEFAULT_CAP_MB = 25
 
 # Held while forwards are counted, since several threads may evaluate at once.
 _counting = threading.Lock()
+
+
+class _Here(threading.local):
+    """What runs in this thread: whether a forward is inside of another one is a question of one
+    thread, as others may evaluate meanwhile."""
+
+    def __init__(self) -> None:
+        self.depths: WeakKeyDictionary[TorchNames, int] = WeakKeyDictionary()
+
+    def depth_of(self, ddp: TorchNames) -> int:
+        return self.depths.get(ddp, 0)
+
+
+_here = _Here()
 
 
 class DistributedDataParallel(TorchNames):
@@ -262,7 +277,7 @@ class DistributedDataParallel(TorchNames):
             self._setup_in_backward_optimizers()
             self._lazy_init_ran = True
         leader = leader_of(self)
-        if torch.is_grad_enabled() and not leader._forwards:
+        if torch.is_grad_enabled() and not _here.depth_of(leader):
             leader._core.before_forward()
         self._notify_join()
         if self._join_config.enable:
@@ -294,6 +309,7 @@ class DistributedDataParallel(TorchNames):
 
     @torch._disable_dynamo
     def _count_forward(self) -> None:
+        _here.depths[self] = _here.depth_of(self) + 1
         with _counting:
             if self._forwards == 0:
                 self._around = (TorchDDP._get_active_ddp_module(),)
@@ -302,6 +318,7 @@ class DistributedDataParallel(TorchNames):
     @torch._disable_dynamo
     def _count_forward_out(self) -> None:
         """The last one out, of whatever thread, restores what torch knows to run."""
+        _here.depths[self] -= 1
         with _counting:
             self._forwards -= 1
             TorchDDP._active_ddp_module = self._around[0]  # torch forgets it
@@ -315,7 +332,7 @@ class DistributedDataParallel(TorchNames):
         synchronize = self.require_backward_grad_sync and not torch_averages()
         if torch.is_grad_enabled():
             leader = leader_of(self)
-            if not leader._forwards:
+            if not _here.depth_of(leader):
                 tensors, all_found = find_tensors(output)
                 leader._core.after_forward(tensors, synchronize, all_found)
             # In a pipeline no forward tells which backward will average.

@@ -281,7 +281,9 @@ def copy_shards(
             group.write_shard(index, local.detach())
         made = replace(param, places=list(param.places))
         requires_grad = sharded.requires_grad
-        made.become(nn.Parameter(param.as_dtensor(shard_), requires_grad=requires_grad))
+        copied = nn.Parameter(param.as_dtensor(shard_), requires_grad=requires_grad)
+        copied._local_tensor = shard_  # type: ignore[attr-defined]  # nn.Parameter made an alias
+        made.become(copied)
         made.compute_with(wholes[index], requires_grad=requires_grad)
         memo[id(sharded)] = made.sharded
         copies.append(made)

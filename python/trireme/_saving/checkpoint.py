@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,9 +18,14 @@ from trireme._C import CheckpointReader, CheckpointTensor
 from trireme._core.errors import Area
 from trireme._core.meshes import group_over
 from trireme._core.owners import group_of_stages
-from trireme._core.writing import writing_shards
+from trireme._core.writing import sharding_optimizers, writing, writing_shards
 from trireme._saving.optimizer import FILE, KIND, LoadedOptimizer, OptimizerParts, plain_json
-from trireme._saving.own_ways import TensorsElsewhere, expect_plain_states, finish_loading
+from trireme._saving.own_ways import (
+    TensorsElsewhere,
+    expect_plain_states,
+    finish_loading,
+    has_to_finish,
+)
 from trireme._saving.parts import (
     Ranks,
     model_to_load,
@@ -137,11 +143,17 @@ def load_checkpoint(
     reader.check(_MODEL, needed)
     has_optimizer = some_rank_has(optimizer, model, ranks)
     loaded = _read_optimizer(model, optimizer, ranks, reader) if has_optimizer else None
-    with writing_shards(plain_model(model)), torch.no_grad():
+    plain = plain_model(model)
+    with writing_shards(plain), torch.no_grad():
         reader.read(_MODEL, [*model_to_load(model, ranks), *elsewhere.to_load(ranks)])
         with ranks.together():
-            finish_loading(model, ranks)
             elsewhere.put()
+    if has_to_finish(model):  # with whole parameters, which all ranks have by now
+        with ExitStack() as stack, torch.no_grad():
+            for optimizer_ in sharding_optimizers(plain):
+                stack.enter_context(writing(optimizer_))
+            with ranks.together():
+                finish_loading(model, ranks)
     if has_optimizer:
         with ranks.together():
             if loaded is not None:

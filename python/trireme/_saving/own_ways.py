@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +11,14 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from trireme._C import CheckpointTensor
 from trireme._core.owners import KeepsElsewhere, group_of_stages
-from trireme._saving.parts import NamedTensor, Ranks, plain_model, tensor_to_load, tensor_to_save
+from trireme._saving.parts import (
+    NamedTensor,
+    Ranks,
+    plain_model,
+    plain_name,
+    tensor_to_load,
+    tensor_to_save,
+)
 
 _HARMLESS = ("torch.nn.", "torch.distributed.", "trireme.")
 """Their hooks leave values and names as they are, or take off what wrappers have added."""
@@ -45,7 +52,7 @@ class TensorsElsewhere:
         for prefix, _, tensors in self._found:
             for name, tensor in tensors.items():
                 full_name = f"{prefix}.{name}" if prefix else name
-                yield NamedTensor(full_name, tensor, True, self._is_everywhere)
+                yield NamedTensor(plain_name(full_name), tensor, True, self._is_everywhere)
 
 
 def expect_plain_states(model: nn.Module, ranks: Ranks) -> None:
@@ -77,6 +84,26 @@ def _is_harmless(code: Any) -> bool:
 
 def _difference_of(owner: nn.Module) -> str:
     """Says what its state dict has and has not; "" where that is what the tensors below it are."""
+    below, elsewhere = _tensors_below(owner)
+    # Hooks of torch's wrappers take off what these have added to names.
+    own = {plain_name(name): tensor for name, tensor in below.items()}
+    beside = tuple(map(plain_name, elsewhere))
+    state = owner.state_dict(keep_vars=True)
+    saved = {plain_name(name): value for name, value in state.items()}
+    for name, value in saved.items():
+        if name.startswith(beside):
+            continue
+        if name not in own:
+            return f"has '{name}'"
+        if not _is_same(value, own[name]):
+            return f"has another value as '{name}'"
+    missing = [name for name in own if name not in saved]
+    return f"lacks '{missing[0]}'" if missing else ""
+
+
+def _tensors_below(owner: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """What torch saves of a module, by name; and what the names begin with of what is kept in
+    other processes."""
     own: dict[str, torch.Tensor] = {}
     elsewhere: list[str] = []
     for prefix, module in owner.named_modules(remove_duplicate=False):
@@ -88,15 +115,7 @@ def _difference_of(owner: nn.Module) -> str:
         for name, tensor in {**module._parameters, **buffers}.items():
             if tensor is not None:
                 own[dot + name] = tensor
-    saved = owner.state_dict(keep_vars=True)
-    names = [name for name in saved if not name.startswith(tuple(elsewhere))]
-    for name in names:
-        if name not in own:
-            return f"has '{name}'"
-        if not _is_same(saved[name], own[name]):
-            return f"has another value as '{name}'"
-    missing = [name for name in own if name not in saved]
-    return f"lacks '{missing[0]}'" if missing else ""
+    return own, elsewhere
 
 
 def _is_same(saved: Any, own: torch.Tensor) -> bool:
@@ -110,14 +129,30 @@ def _is_same(saved: Any, own: torch.Tensor) -> bool:
 def finish_loading(model: nn.Module, ranks: Ranks) -> None:
     """Lets modules that load in their own way do so, with the values that they have by now: they
     may derive others from them. The caller may write parameters."""
-    for owner in plain_model(model).modules():
-        if isinstance(owner, KeepsElsewhere):
-            continue
+    owners = _owners_in(plain_model(model))
+    for owner in owners:
         if _loads_in_own_way(owner):
             _load_again(owner, ranks)
-        for hook in owner._load_state_dict_post_hooks.values():
-            if not _is_harmless(hook):
-                hook(owner, _IncompatibleKeys([], []))
+    for owner in reversed(owners):  # as torch: behind those of the modules in it
+        for hook in _own_post_hooks(owner):
+            hook(owner, _IncompatibleKeys([], []))
+
+
+def has_to_finish(model: nn.Module) -> bool:
+    """Whether ``finish_loading()`` has anything to do."""
+    return any(
+        _loads_in_own_way(owner) or _own_post_hooks(owner)
+        for owner in _owners_in(plain_model(model))
+    )
+
+
+def _owners_in(plain: nn.Module) -> list[nn.Module]:
+    return [owner for owner in plain.modules() if not isinstance(owner, KeepsElsewhere)]
+
+
+def _own_post_hooks(owner: nn.Module) -> list[Callable[..., Any]]:
+    hooks = owner._load_state_dict_post_hooks.values()
+    return [hook for hook in hooks if not _is_harmless(hook)]
 
 
 def _loads_in_own_way(owner: nn.Module) -> bool:
@@ -126,12 +161,12 @@ def _loads_in_own_way(owner: nn.Module) -> bool:
 
 
 def _load_again(owner: nn.Module, ranks: Ranks) -> None:
-    """Loads what its own parameters and buffers are into them."""
-    state = {}
-    kept = owner._non_persistent_buffers_set
-    for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
-        if tensor is not None and name not in kept:
-            state[name] = tensor.detach().clone()
+    """Loads what its own parameters and buffers are into them. It sees the state of all that is
+    below it, as under torch."""
+    state = {
+        name: tensor.detach() if "." in name else tensor.detach().clone()
+        for name, tensor in _tensors_below(owner)[0].items()
+    }
     missing: list[str] = []
     unexpected: list[str] = []
     errors: list[str] = []

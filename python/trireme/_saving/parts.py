@@ -239,7 +239,7 @@ def named_tensors(model: nn.Module, ranks: Ranks) -> list[NamedTensor]:
                 if tensor is None or id(tensor) in found or (is_buffer and name in kept):
                     continue
                 full_name = f"{prefix}.{name}" if prefix else name
-                full_name = _plain_name(names.get(full_name, full_name))
+                full_name = plain_name(names.get(full_name, full_name))
                 if any("\ud800" <= letter <= "\udfff" for letter in full_name):
                     got = f"got a tensor called {full_name!a}, which has half of a surrogate pair"
                     ranks.refuse(got, "Give it a name of characters.")
@@ -268,7 +268,7 @@ def plain_model(model: nn.Module) -> nn.Module:
     return inner
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
     """Leaves out what wrappers in the model have added."""
     added = ("_orig_mod", "_checkpoint_wrapped_module")
     return ".".join(part for part in name.split(".") if part not in added)

@@ -224,6 +224,11 @@ class Column:
     checkpointed: bool = False
     divisor: int | None = None
 
+    def drops(self, name: str) -> bool:
+        """Whether no rank shows this, though one process does: ranks under Join have no loss of all
+        of them, once one has run out."""
+        return self.train is train_unevenly and " in step " in name
+
     def place(self, folder: str, alone: bool = False) -> Place:
         return Place(alone=alone, pushers=self.pushers, folder=folder)
 

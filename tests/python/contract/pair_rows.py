@@ -9,6 +9,7 @@ A row makes the same model on every rank, with what has to happen around its pas
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -86,6 +87,8 @@ class Made:
     loss: Any = square_mean
     before: Callable[[], None] = nothing
     """Called before a step,"""
+    between: Callable[[], None] = nothing
+    """between a forward and its backward,"""
     after: Callable[[], None] = nothing
     """and behind its backward, once for all that it has pushed."""
     leave: Callable[[], None] = nothing
@@ -108,6 +111,11 @@ class Row:
     """Whether the parts of a batch know of each other."""
     precise: bool = True
     """Whether differences are those of the order of sums in fp32."""
+    stand_in: str = ""
+    """With what names begin of a layer that is there in one process only."""
+
+    def stands_in(self, name: str) -> bool:
+        return bool(self.stand_in) and name.startswith(self.stand_in)
 
 
 def layers(*middle: nn.Module) -> nn.Sequential:
@@ -156,6 +164,8 @@ def lookup(mode: str, bags: bool) -> Callable[[Place], AbstractContextManager[Ma
 
             yield Made(
                 model_with(ps.EmbeddingBag(table, mode="sum") if bags else ps.Embedding(table)),
+                # Nobody pulls what another one has pushed in the same step.
+                between=place.meet if place.pushers > 1 else nothing,
                 after=after,
                 leave=server.leave,
                 seen=lambda: {"rows": table.pull(torch.arange(IDS))},
@@ -191,16 +201,21 @@ def bound(place: Place) -> Iterator[Made]:
 
 
 _afar: list[nn.Module] = []
+_making_afar = threading.Lock()
 
 
 @remote.function
 def layer_of_pairs() -> nn.Module:
-    """The same one for all callers."""
-    if not _afar:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(6)
-            _afar.append(nn.Linear(WIDTH, WIDTH))
-    return _afar[0]
+    """The same one for all callers, who may come at once while this rank makes its own layers."""
+    with _making_afar:
+        if not _afar:
+            layer = nn.utils.skip_init(nn.Linear, WIDTH, WIDTH)
+            drawn = torch.Generator().manual_seed(6)
+            with torch.no_grad():
+                for parameter in layer.parameters():
+                    parameter.uniform_(-0.4, 0.4, generator=drawn)
+            _afar.append(layer)
+        return _afar[0]
 
 
 @contextmanager
@@ -384,11 +399,11 @@ def _loaded(model: nn.Module) -> None:
 ROWS = {
     row.name: row
     for row in (
-        Row("`ps.Embedding`, bsp", lookup("bsp", False)),
-        Row("`ps.EmbeddingBag`, ssp", lookup("ssp", True)),
-        Row("`ps.Embedding`, async", lookup("async", False)),
+        Row("`ps.Embedding`, bsp", lookup("bsp", False), stand_in="0.table."),
+        Row("`ps.EmbeddingBag`, ssp", lookup("ssp", True), stand_in="0.table."),
+        Row("`ps.Embedding`, async", lookup("async", False), stand_in="0.table."),
         Row("a layer whose parameters are a dense table", bound),
-        Row("`remote.Module`", remote_layer),
+        Row("`remote.Module`", remote_layer, stand_in="1."),
         Row("a remote function that calls it", simply(layers), manner=calling_from_afar),
         Row("SyncBatchNorm", synchronized, whole=True),
         Row("BatchNorm", simply(normalized)),

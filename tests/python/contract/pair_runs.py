@@ -112,6 +112,7 @@ class Run:
         for x, y in zip(given, self.parts(targets(number), number), strict=True):
             with self.row.forward(self.place):
                 loss = self.judge(x.clone(), y) / self.share(len(given))
+            self.made.between()
             (loss if scaler is None else scaler.scale(loss)).backward()
             total += loss.detach()
         if self.world > 1 and not self.place.lonely:
@@ -332,9 +333,8 @@ class Owned(Run):
     def values(self) -> Seen:
         if self.rank > 0:
             return {}
-        tensors = (*self.model.named_parameters(), *self.model.named_buffers())
-        known, state = {name for name, _ in tensors}, self.net.state_dict()
-        return {plain_name(name): value for name, value in state.items() if name in known}
+        self.model.load_state_dict(self.net.state_dict())  # as that of any module
+        return super().values()
 
 
 @dataclass

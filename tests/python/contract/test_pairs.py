@@ -45,13 +45,11 @@ def test_compiled_layers(world: int, tmp_path: Path) -> None:
 
 def fill(pairs: list[Pair], folder: Path, **options: Any) -> None:
     world = COLUMNS[pairs[0][1]].world
-    wrong = run_ranks(fill_on_rank, world, pairs, str(folder), timeout=100, **options)
-    text = "\n".join(f"rank {rank}: {it}" for rank, those in enumerate(wrong) for it in those)
-    assert not text, text
+    run_ranks(fill_on_rank, world, pairs, str(folder), timeout=100, **options)
 
 
-def fill_on_rank(rank: int, pairs: list[Pair], folder: str) -> list[str]:
-    """What is wrong, by cell. Each has a group of its own, so that the next one does not see it."""
+def fill_on_rank(rank: int, pairs: list[Pair], folder: str) -> None:
+    """Each cell has a group of its own, so that the next one does not see it."""
     wrong = []
     with group_of_ranks("trireme"):
         for number, (row, column) in enumerate(pairs):
@@ -60,7 +58,7 @@ def fill_on_rank(rank: int, pairs: list[Pair], folder: str) -> list[str]:
             wrong += [f"{column} x {row}: {it}" for it in fill_cell(row, column, folder)]
             gc.collect()
             meet_again(f"cell {number}", PATIENCE_S)
-    return wrong
+    assert not wrong, "\n".join(wrong)
 
 
 def fill_cell(row: str, column: str, folder: str) -> list[str]:
@@ -78,8 +76,18 @@ def fill_cell(row: str, column: str, folder: str) -> list[str]:
             return [f"{missing} not in: {text}"] * bool(missing)
         return unusable()
     if isinstance(expected, Refused):
-        return [] if not expected.on_all else [f"is not refused; expected {expected.text!r}"]
-    return difference(seen, seen_alone(COLUMNS[column], ROWS[row], str(own)), ROWS[row].precise)
+        may_go_on = not expected.on_all and dist.get_rank() > 0  # the first rank asks
+        return [] if may_go_on else [f"is not refused; expected {expected.text!r}"]
+    alone = seen_alone(COLUMNS[column], ROWS[row], str(own))
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, set(seen))
+    expected_names = (name for name in alone if not COLUMNS[column].drops(name))
+    unseen = [
+        f"no rank has {name}"
+        for name in expected_names
+        if not ROWS[row].stands_in(name) and not any(name in it for it in by_rank)
+    ]
+    return unseen + difference(seen, alone, ROWS[row].precise)
 
 
 def unusable() -> list[str]:
