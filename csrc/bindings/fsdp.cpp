@@ -5,6 +5,7 @@
 #include <trireme/bindings/step_report.h>
 #include <trireme/comm/group_memory.h>
 #include <trireme/strategies/fsdp/unit_hold.h>
+#include <trireme/strategies/fsdp/unit_ranks.h>
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>

@@ -242,15 +242,42 @@ std::vector<std::pair<Tensors, std::string>> to_outputs(std::vector<PipelineValu
   return outputs;
 }
 
+// Tells a function that a backward is over. A Ctrl-C that ends the function at its first line comes
+// again later.
+void tell_end(const py::function& function) {
+  const py::gil_scoped_acquire gil;
+  PyObject* result = PyObject_CallOneArg(function.ptr(), Py_False);
+  if (result == nullptr && PyErr_ExceptionMatches(PyExc_KeyboardInterrupt) != 0) {
+    PyErr_Clear();
+    result = PyObject_CallOneArg(function.ptr(), Py_False);
+    PyErr_SetInterrupt();
+  }
+  if (result == nullptr) PyErr_WriteUnraisable(function.ptr());
+  Py_XDECREF(result);
+}
+
+// The turn of a call, for a `with`: nothing of Python's runs between taking and protecting it.
+struct TurnOfCall {
+  std::shared_ptr<CallTurn> turn;
+  std::shared_ptr<PipelineRunner> runner;
+};
+
 std::vector<std::pair<Tensors, std::string>> run_pass(PipelinePass& pass,
                                                       std::vector<Tensors> inputs,
-                                                      py::function around_backward) {
-  const auto around = [function = shared_function(std::move(around_backward))](bool begins) {
+                                                      py::function around_backward,
+                                                      std::shared_ptr<CallTurn> turn,
+                                                      std::shared_ptr<PipelineRunner> runner) {
+  const auto function = shared_function(std::move(around_backward));
+  const auto around = [=](bool begins) {
+    if (!begins) {
+      tell_end(*function);
+      return turn->give_back();
+    }
+    turn->take(runner.get());
     const py::gil_scoped_acquire gil;
-    PyObject* result = PyObject_CallOneArg(function->ptr(), begins ? Py_True : Py_False);
-    if (result == nullptr && begins) throw_python_error();
-    if (result == nullptr) PyErr_WriteUnraisable(function->ptr());
-    Py_XDECREF(result);
+    if (PyObject* result = PyObject_CallOneArg(function->ptr(), Py_True)) return Py_DECREF(result);
+    turn->give_back();
+    throw_python_error();
   };
   const py::gil_scoped_release no_gil;
   return to_outputs(pass.forward(to_inputs(std::move(inputs)), around));
@@ -374,12 +401,21 @@ void init_pipeline_engine(py::module_& module) {
            py::arg("versions"))
       .def("enter", wrap_pybind_function(&PipelinePass::enter), py::arg("input"),
            py::arg("micro_batch"))
-      .def("forward", wrap_pybind_function(run_pass), py::arg("inputs"),
-           py::arg("around_backward"));
-  py::class_<CallTurn>(module, "CallTurn")
+      .def("forward", wrap_pybind_function(run_pass), py::arg("inputs"), py::arg("around_backward"),
+           py::arg("turn"), py::arg("runner"));
+  py::class_<TurnOfCall>(module, "TurnOfCall")
+      .def("__enter__", wrap_pybind_function_no_gil(
+                            [](const TurnOfCall& self) { self.turn->take(self.runner.get()); }))
+      .def("__exit__",
+           [](const TurnOfCall& self, const py::args& /*error*/) { self.turn->give_back(); });
+  py::class_<CallTurn, std::shared_ptr<CallTurn>>(module, "CallTurn")
       .def(py::init<std::shared_ptr<Communicator>>(), py::arg("ranks") = nullptr)
-      .def("take", wrap_pybind_function_no_gil(&CallTurn::take), py::arg("runner").none(true))
-      .def("give_back", &CallTurn::give_back);
+      .def(
+          "of",
+          [](std::shared_ptr<CallTurn> self, std::shared_ptr<PipelineRunner> runner) {
+            return TurnOfCall{std::move(self), std::move(runner)};
+          },
+          py::arg("runner").none(true));
   module.def("row_pool", wrap_pybind_function(&row_pool), py::arg("devices"));
   module.def("lone_communicator", [] { return ThreadGroup(1).communicator(0); });
   module.def("find_tied", wrap_pybind_function([](std::vector<std::pair<int64_t, Named>> stages) {

@@ -165,6 +165,8 @@ std::function<void()> WorkerPool::seat(size_t worker) {
   return [state = state_, worker] { state->serve(worker); };
 }
 
+const void* WorkerPool::served_here() { return working_for; }
+
 void WorkerPool::expect_call() const {
   const std::string maker = words_.maker;
   TORCH_CHECK_VALUE(

@@ -64,6 +64,9 @@ class TRIREME_API WorkerPool {
   // lives in a graph. It does not keep the pool alive.
   std::function<void()> stopper();
 
+  // Tells pools apart; and which one this thread serves, null if none.
+  const void* id() const { return state_.get(); }
+  static const void* served_here();
   // Throws ValueError from within a job, and in a child that a process with the pool has forked,
   // where its threads are missing.
   void expect_call() const;

@@ -143,6 +143,7 @@ void ReplicatedModule::replicate() {
   ModuleClones clones = clone_module(*inner_, devices_);
   pool_ = std::make_shared<WorkerPool>(devices_,
                                        intra_op_threads_of(at::get_num_threads(), devices_.size()));
+  pool_id_ = pool_->id();
   replicas_ = std::make_shared<Replicas>(
       std::move(clones.tensors), pool_,
       ReplicasOptions{options_.weights, options_.auto_balance, output_device()});
@@ -150,11 +151,12 @@ void ReplicatedModule::replicate() {
 }
 
 std::unique_lock<std::mutex> ReplicatedModule::take_turn() {
-  std::unique_lock turn(turn_, std::defer_lock);
-  if (devices_.size() == 1 || turn.try_lock()) return turn;
-  pool_->expect_call();
-  turn.lock();
-  return turn;
+  TORCH_CHECK_VALUE(WorkerPool::served_here() == nullptr || WorkerPool::served_here() != pool_id_,
+                    error_text(kDataParallelArea,
+                               "got a forward within one of the same DataParallel, or within its "
+                               "backward",
+                               {}, "Call the module itself there."));
+  return std::unique_lock(turn_);
 }
 
 bool ReplicatedModule::get_ready() {

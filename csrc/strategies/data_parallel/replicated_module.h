@@ -10,6 +10,7 @@
 #include <c10/core/Device.h>
 #include <torch/nn/module.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -61,8 +62,7 @@ class TRIREME_API ReplicatedModule : public torch::nn::Module {
   const DataParallelOptions& options() const { return options_; }
   c10::Device output_device() const { return options_.output_device.value_or(devices_.front()); }
 
-  // Waits for the forwards of other threads; those of a single replica do not wait. Throws
-  // ValueError in a forward of this module.
+  // Waits for the forwards of other threads. Throws ValueError in a replica of this module.
   [[nodiscard]] std::unique_lock<std::mutex> take_turn();
   // Makes the replicas follow the module before a forward. Returns whether it is a single one.
   bool get_ready();
@@ -85,6 +85,7 @@ class TRIREME_API ReplicatedModule : public torch::nn::Module {
   at::Tensor probe_;     // a tensor of the module: tells whether it was moved
   ModuleClones clones_;  // without their tensors, which replicas_ has
   std::shared_ptr<WorkerPool> pool_;
+  std::atomic<const void*> pool_id_ = nullptr;
   std::shared_ptr<Replicas> replicas_;
   std::mutex turn_;    // held by a forward
   uint64_t born_ = 0;  // forks_so_far() when the replicas were made

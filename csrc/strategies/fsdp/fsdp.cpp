@@ -5,7 +5,6 @@
 #include <trireme/common/exception_text.h>
 #include <trireme/common/language.h>
 #include <trireme/common/trace.h>
-#include <trireme/grad/plan_agreement.h>
 #include <trireme/module/backward_error.h>
 #include <trireme/module/output_hook.h>
 
@@ -28,18 +27,6 @@ namespace {
 bool runs_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
 }  // namespace
-
-std::shared_ptr<ParamGroup> make_param_group(ParamGroupRequest request) {
-  std::vector<ParameterInfo> infos;
-  for (const ShardedParamSpec& spec : request.specs) {
-    infos.push_back(stored_info(spec, spec.dtype));
-    infos.back().sizes = spec.sizes;
-  }
-  const std::string difference =
-      difference_between_ranks(*request.communicator, request.device, infos, "fully_shard");
-  TORCH_CHECK_VALUE(difference.empty(), difference);
-  return std::make_shared<ParamGroup>(std::move(request));
-}
 
 std::shared_ptr<Fsdp> Fsdp::make(Request request) {
   const c10::InferenceMode no_inference(false);
@@ -180,6 +167,7 @@ std::shared_ptr<Fsdp::Use> Fsdp::watch_inputs(const std::shared_ptr<ParamGroup>&
 void Fsdp::post_forward(const Forward& forward, const std::vector<at::Tensor>& outputs,
                         bool all_found) {
   if (runs_backward()) return;
+  turn_.take();  // a forward inside of this one has given it back, if that was the root's
   const auto over = c10::make_scope_exit([this] { end_pass(); });
   const bool trains = at::GradMode::is_enabled();
   const std::shared_ptr<Use> use = close(forward);
@@ -217,8 +205,8 @@ void Fsdp::watch_outputs(const Forward& forward, const std::vector<at::Tensor>& 
 }
 
 void Fsdp::abandon_forward(const Forward& forward, const std::string& reason) noexcept {
-  if (runs_backward()) return;  // backward says so, if it is more than a checkpoint's early end
-  if (!turn_.is_own()) return;  // begin_pass() has refused it
+  if (runs_backward()) return;    // backward says so, if it is more than a checkpoint's early end
+  if (!turn_.try_take()) return;  // begin_pass() has refused it
   const auto over = c10::make_scope_exit([this] { end_pass(); });
   close(forward);
   try {  // what it has computed may have been kept, and backward may come to it
@@ -385,7 +373,9 @@ void Fsdp::tell_backward() {
 void Fsdp::enter_backward() {
   const bool took_turn = device().is_cpu() && turn_.take();
   if (in_backward_) return;
-  backward_took_turn_ = took_turn;
+  auto failed = c10::make_scope_exit([&] {
+    if (took_turn) turn_.give_back();
+  });
   tell_backward();
   in_backward_ = awaits_finalization_ = true;
   ++backward_;
@@ -393,6 +383,8 @@ void Fsdp::enter_backward() {
   forwards_in_backward_.clear();
   prefetch_.begin_backward();
   const auto scope = std::make_shared<PostBackward>(shared_from_this());
+  backward_took_turn_ = took_turn;
+  failed.release();
   torch::autograd::Engine::get_default_engine().queue_callback([scope] { scope->finish(); });
 }
 
@@ -447,6 +439,11 @@ void Fsdp::finish_backward() {
     throw;
   }
   reshard_after_backward();
+  if (!std::exchange(backward_took_turn_, false)) return;
+  // Reducers were told of the backward after this, and so finish it after this.
+  const std::shared_ptr<void> turn(
+      nullptr, [self = shared_from_this()](void* /*none*/) { self->turn_.give_back(); });
+  torch::autograd::Engine::get_default_engine().queue_callback([turn] {});
 }
 
 void Fsdp::abandon_backward(const std::string& why) noexcept {
@@ -454,13 +451,13 @@ void Fsdp::abandon_backward(const std::string& why) noexcept {
     tell_gatherers("a backward was abandoned" + (why.empty() ? why : ": " + why));
   prefetch_.reset();
   reshard_after_backward();
+  if (std::exchange(backward_took_turn_, false)) turn_.give_back();
 }
 
 void Fsdp::reshard_after_backward() {
   in_backward_ = has_told_backward_ = false;
   for (const auto& group : groups_)
     if (group->flags().reshard_after_backward) group->show_sharded();
-  if (std::exchange(backward_took_turn_, false)) turn_.give_back();
 }
 
 void Fsdp::set_manual_finalization(bool manual) {
@@ -487,12 +484,12 @@ void Fsdp::finalize_backward() {
 }
 
 void Fsdp::reset() {
-  const ThreadTurn::Guard turn(turn_);
+  turn_.take();
+  const auto over = c10::make_scope_exit([this] { turn_.give_back(); });
   open_.clear();
   prefetch_.reset();
   for (const auto& group : groups_) group->show_sharded();
   reducers_.drop_accumulated();
-  end_pass();
 }
 
 }  // namespace trireme

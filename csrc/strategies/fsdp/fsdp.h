@@ -51,10 +51,6 @@ namespace trireme {
 // A backward on another device than CPU runs in threads of autograd: it waits for nobody, and what
 // is computed again in it belongs to it.
 
-// Makes the group of one unit's parameters, of which all ranks must say the same. Throws what
-// ParamGroup throws, and ValueError on all ranks for specs that differ. Collective.
-TRIREME_API std::shared_ptr<ParamGroup> make_param_group(ParamGroupRequest request);
-
 // Leads the units under one root through a step; both front doors wrap it. It is made when the root
 // is first used.
 //

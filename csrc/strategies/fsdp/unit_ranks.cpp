@@ -2,6 +2,7 @@
 
 #include <trireme/comm/subgroups.h>
 #include <trireme/common/error.h>
+#include <trireme/grad/plan_agreement.h>
 #include <trireme/param/param_group.h>
 #include <trireme/strategies/fsdp/sharded_module.h>
 
@@ -57,6 +58,18 @@ UnitRanks ranks_of_unit(FsdpOptions& options, c10::Device device) {
       error_text("fully_shard", "got a communicator that cannot make one of some of its ranks",
                  where, "Pass FsdpOptions::reshards_with, or leave reshard_among out."));
   return ranks;
+}
+
+std::shared_ptr<ParamGroup> make_param_group(ParamGroupRequest request) {
+  std::vector<ParameterInfo> infos;
+  for (const ShardedParamSpec& spec : request.specs) {
+    infos.push_back(stored_info(spec, spec.dtype));
+    infos.back().sizes = spec.sizes;
+  }
+  const std::string difference =
+      difference_between_ranks(*request.communicator, request.device, infos, "fully_shard");
+  TORCH_CHECK_VALUE(difference.empty(), difference);
+  return std::make_shared<ParamGroup>(std::move(request));
 }
 
 }  // namespace trireme

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <trireme/comm/communicator.h>
+#include <trireme/common/export.h>
+#include <trireme/param/param_group.h>
 
 #include <c10/core/Device.h>
 
@@ -22,5 +24,9 @@ struct UnitRanks {
 // reshard_after_forward. Throws ValueError for numbers of ranks that do not fit and for options
 // that contradict each other; NotImplementedError for communicators that cannot be cut. Collective.
 UnitRanks ranks_of_unit(FsdpOptions& options, c10::Device device);
+
+// Makes the group of one unit's parameters, of which all ranks must say the same. Throws what
+// ParamGroup throws, and ValueError on all ranks for specs that differ. Collective.
+TRIREME_API std::shared_ptr<ParamGroup> make_param_group(ParamGroupRequest request);
 
 }  // namespace trireme

@@ -152,16 +152,14 @@ class DataParallel(nn.DataParallel[T]):
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], with_loss: bool
     ) -> Any:
         threads = self._own_threads()
-        if not threads.turn.acquire(blocking=not threads.is_this_one_of_them()):
+        if threads.is_this_one_of_them():
             refuse(
-                "got a forward within a forward of the same DataParallel, expected one around it",
+                "got a forward within one of the same DataParallel, or within its backward",
                 "Call the module itself there.",
                 kind=RuntimeError,
             )
-        try:
+        with threads.turn:
             return self._run_replicas(threads, (inputs, kwargs), with_loss)
-        finally:
-            threads.turn.release()
 
     def _run_replicas(
         self,

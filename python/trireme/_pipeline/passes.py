@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from trireme import _C
-from trireme._C import BatchVersions, PipelinePass, RowThreads
+from trireme._C import BatchVersions, CallTurn, PipelinePass, RowThreads
 from trireme._pipeline.micro_batches import BatchCut, map_tensors, tensors_in
 from trireme._pipeline.stages import MicroBatches, StageCalls
 from trireme._pipeline.values import one_or_text, put_together
@@ -46,12 +46,10 @@ def run_pass(
     calls: Sequence[StageCalls],
     names: Sequence[str],
     given: PassInputs,
-    hand_over: Callable[[MicroBatches | None], None],
+    turn: CallTurn,
 ) -> list[Any]:
-    """Returns what the last layer returns for each micro-batch, in the graph of the caller.
-
-    ``hand_over`` is called with what the stages of a backward get, and with None behind that.
-    """
+    """Returns what the last layer returns for each micro-batch, in the graph of the caller. Its
+    backward is a call as any other, for which ``turn`` is taken."""
     one = _C.PipelinePass(rows, given.versions)
     asked = {name for call in calls for name in call.keywords}
     entered = given.enter(one, given.inputs)
@@ -59,10 +57,13 @@ def run_pass(
     batch.keywords = dict.fromkeys(asked.intersection(names), entered)
     for name in asked & given.keywords.keys():
         batch.keywords[name] = given.enter(one, given.keywords[name])
-    for call in calls:
-        call.begin(batch)
+    def hand_over(begins: bool) -> None:
+        for call in calls:
+            call.begin(batch if begins else MicroBatches())
+
+    hand_over(True)
     inputs = [tensors_in(piece) for piece in entered]
-    outputs = one.forward(inputs, lambda begins: hand_over(batch if begins else None))
+    outputs = one.forward(inputs, hand_over, turn, rows)
     return [put_together(one_or_text(*output)) for output in outputs]
 
 

@@ -322,7 +322,7 @@ class Pipeline(ScalesLosses, nn.Module):
                 with that as its ``__cause__``. Gradients are as before, and the next step works.
             torch.distributed.DistBackendError: a rank has died or does not come.
         """
-        with self._in_turn():
+        with self._turn.of(self._core):
             batch = self._begin("step", inputs, target, kwargs)
             mode = (self._synchronizes, self._divides_losses, self._scale)
             return self._run(lambda: self._core.step(batch, *mode))
@@ -339,7 +339,7 @@ class Pipeline(ScalesLosses, nn.Module):
                 rank.
         """
         has_loss = target is not None
-        with self._in_turn():
+        with self._turn.of(self._core):
             batch = self._begin("eval_step", inputs, target, kwargs)
             loss, outputs = self._run(lambda: self._core.eval_step(batch, has_loss))
         if has_loss:
@@ -408,7 +408,7 @@ class Pipeline(ScalesLosses, nn.Module):
         if not is_tensors(given):
             got = f"got {type(given).__name__} as input, expected a tensor, or some in a tuple"
             refuse(got, "Pass the batch.", kind=TypeError)
-        with self._in_turn():
+        with self._turn.of(self._core):
             values = self._run(lambda: self._run_pass(given, kwargs))
         return merge(values, self._dim)
 
@@ -420,36 +420,17 @@ class Pipeline(ScalesLosses, nn.Module):
         assert isinstance(self._core, RowThreads)
         rows = self._core.for_pass(len(cut.inputs), self._checkpoint if trains else "never")
         names = self._expected.input_names[:1]
-        return run_pass(rows, self._calls, names, cut, self._around_backward)
-
-    def _around_backward(self, batch: MicroBatches | None) -> None:
-        """Hands a batch to the stages for a backward, which is a call as any other."""
-        if batch is not None:
-            self._turn.take(self._core)
-        for call in self._calls:
-            call.begin(batch or MicroBatches())
-        if batch is None:
-            self._turn.give_back()
-
-    @contextmanager
-    def _in_turn(self) -> Iterator[None]:
-        """Lets calls of several threads come one after the other: what stages are given, and what
-        they leave, belongs to one. Over ranks it refuses a call during another one."""
-        self._turn.take(self._core)
-        try:
-            yield
-        finally:
-            self._turn.give_back()
+        return run_pass(rows, self._calls, names, cut, self._turn)
 
     def _begin(
         self, name: str, inputs: tuple[Any, ...], target: Any, kwargs: dict[str, Any]
     ) -> list[list[Tensor]]:
         """Hands the stages of this rank what they need; returns the first stage's inputs."""
         self._core.recover()
-        error, rows, given = None, 0, MicroBatches()
-        divides_losses = self._core.divides_losses()
+        error, rows, given, divides_losses = None, 0, MicroBatches(), False
         try:
             self._look_at_parameters()
+            divides_losses = self._core.divides_losses()  # as the parameters are now
             self._expected.check(name, inputs, target, kwargs)
             parts = {f"input {number}": value for number, value in enumerate(inputs)}
             cut = BatchCut({**parts, **kwargs, "the target": target}, self._chunks, self._dim)

@@ -66,11 +66,8 @@ class StageRunner:
         """
         communicator = self._meet()
         assert self._turn is not None
-        self._turn.take(self._core)
-        try:
+        with self._turn.of(self._core):
             return self._run_in_turn(communicator, (table, scale_grads, trains), deal, synchronizes)
-        finally:
-            self._turn.give_back()
 
     def _run_in_turn(
         self,
@@ -92,6 +89,8 @@ class StageRunner:
             if not self._calls:
                 self._calls = self._calls_of_stages()
             inputs = deal()
+            if self._core is not None:
+                self._look_at_parameters(self._core)  # before it says what becomes of losses
         except Exception as raised:
             error = raised
         said = {

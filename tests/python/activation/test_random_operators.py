@@ -118,3 +118,16 @@ def test_noise_is_offloaded_once_it_is_written(tmp_path: Path) -> None:
         assert _C.offloaded_bytes() == (before + expected, written + expected), name
         del result
         assert _C.offloaded_bytes()[0] == before, name
+
+
+def test_replicas_write_what_they_have_saved(tmp_path: Path) -> None:
+    """In threads of theirs; the slope of each element is that of its output."""
+    net = trireme.DataParallel(nn.Sequential(nn.Linear(256, 256), nn.RReLU(0.1, 0.9)), replicas=2)
+    for parameter in net.parameters():
+        nn.init.zeros_(parameter)
+    nn.init.constant_(net.module[0].bias, -1)
+    for _ in range(3):
+        net.zero_grad()
+        output = trireme.checkpoint(net, torch.zeros(512, 256), offload=str(tmp_path))
+        output.sum().backward()
+        torch.testing.assert_close(net.module[0].bias.grad, -output.detach().sum(0))

@@ -229,3 +229,34 @@ def test_forwards_of_several_threads_leave_no_module_behind(rank: int) -> None:
     for thread in threads:
         thread.join()
     assert TorchDDP._get_active_ddp_module() is None and ddp._forwards == 0
+
+
+class Gated(nn.Module):
+    """Evaluates until it may go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.inside, self.may_go_on = mlp(), threading.Event(), threading.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            self.inside.set()
+            assert self.may_go_on.wait(30)
+        return self.layer(x)
+
+
+@on_ranks()
+def test_a_step_during_an_evaluation_averages(rank: int) -> None:
+    """That of another thread is no forward around this one."""
+    gated = Gated()
+    ddp = Ours(gated)
+    evaluation = threading.Thread(target=torch.no_grad()(lambda: ddp(batch(0))))
+    evaluation.start()
+    assert gated.inside.wait(30)
+    loss = ddp(batch(1)[rank::WORLD]).square().mean()
+    gated.may_go_on.set()
+    evaluation.join()
+    loss.backward()
+    alone = mlp()
+    alone(batch(1)).square().mean().backward()
+    torch.testing.assert_close(gradients(gated.layer), gradients(alone))

@@ -12,6 +12,7 @@ from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fsdp.ranks import SGD_OPTIONS, assert_parts, in_training, pair, sharded, train_both
+from harness.faults import raises
 from harness.models import Tied, batch, mlp
 from harness.on_ranks import on_shm_ranks
 from harness.training import alone
@@ -80,3 +81,16 @@ def test_copies_of_modules_that_were_never_used(rank: int) -> None:
     for param in copied.parameters():
         nn.init.constant_(param, 0.5)
     assert copied(batch(0)).shape == (8, 3)
+
+
+@on_shm_ranks(2)
+def test_data_of_a_copy_is_refused_as_that_of_a_model(rank: int) -> None:
+    """torch has not put the values where shards are."""
+    ours = sharded(mlp, shard=trireme.fully_shard)
+    made = copy.deepcopy(ours.model)
+    for model in (ours.model, made):
+        parameter = model[0].weight
+        parameter.data = parameter.detach() * 0.5
+        with raises(RuntimeError, "got '0.weight' with another .data"):
+            model(batch(0))
+        model(batch(0))  # said once

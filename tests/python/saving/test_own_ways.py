@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import trireme
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.optim import SGD
 
 from harness.faults import raises
+from harness.on_ranks import WORLD, on_shm_ranks
 from harness.tensors import assert_bits
 
 
@@ -120,6 +123,12 @@ def test_what_would_be_lost_is_refused(tmp_path: Path, case: str) -> None:
             trireme.load_checkpoint(tmp_path / "ck", model)
 
 
+def looked_at(layer: nn.Module) -> nn.Module:
+    model = nn.Sequential(layer)
+    model.register_state_dict_post_hook(lambda *args: None)
+    return model
+
+
 def fake_quantized() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -138,6 +147,7 @@ HARMLESS: dict[str, Callable[[], nn.Module]] = {
     "checkpoint_wrapper": lambda: nn.Sequential(checkpoint_wrapper(nn.Linear(3, 3))),
     "fake quantized": fake_quantized,
     "compiled": lambda: torch.compile(nn.Sequential(nn.Linear(3, 3))),
+    "a hook around wrappers": lambda: looked_at(checkpoint_wrapper(nn.Linear(3, 3))),
     "its own way": lambda: Same(3, 3),
     "tied in its own way": lambda: nn.Sequential(*[Same(3, 3)] * 2),
     "a hook that looks": lambda: hooked(lambda it: it.register_state_dict_post_hook(looking)),
@@ -170,6 +180,52 @@ def test_a_module_loads_in_its_own_way(tmp_path: Path) -> None:
     assert layer.loads == 1 and layer.total == float(model[0].weight.detach().sum())
     assert called == ["before", "after"]
     assert_bits(layer.weight.detach(), model[0].weight.detach())
+
+
+class Summing(nn.Module):
+    """Reads what is below it, in both of torch's ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Derived()
+        self.seen: list[float] = []
+        self.register_load_state_dict_post_hook(
+            lambda module, keys: module.seen.append(module.inner.total)
+        )
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.seen.append(float(state_dict[prefix + "inner.weight"].sum()))
+
+
+def test_a_module_reads_what_is_below_it(tmp_path: Path) -> None:
+    model = nn.Sequential(Summing())
+    trireme.save_checkpoint(tmp_path / "ck", model)
+    other = nn.Sequential(Summing())
+    trireme.load_checkpoint(tmp_path / "ck", other)
+    assert other[0].seen == [float(model[0].inner.weight.detach().sum())] * 2
+
+
+@on_shm_ranks(WORLD)
+def test_a_module_derives_values_of_all_shards(rank: int, tmp_path: Path) -> None:
+    """Where ranks have parameters of their own, each has read its shards only."""
+    folder = tmp_path / "ck"
+    model = nn.Sequential(Derived())
+    dist.broadcast(model[0].weight.detach(), 0)
+    total = float(model[0].weight.detach().sum())
+    trireme.save_checkpoint(folder, model)
+    other = nn.Sequential(Derived())
+    for parameter in other.parameters():
+        nn.init.zeros_(parameter)
+    optimizer = trireme.ZeroRedundancyOptimizer(
+        other.parameters(), SGD, stage=2, lr=0.5, host_params=False
+    )
+    trireme.load_checkpoint(folder, other)
+    assert other[0].total == total
+    assert_bits(other[0].weight.detach(), model[0].weight.detach())
+    other(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    assert_bits(other[0].bias.detach(), model[0].bias.detach() - 1)
 
 
 def test_a_module_that_does_not_take_its_own_values(tmp_path: Path) -> None:

@@ -196,15 +196,16 @@ Tensors PipelinePass::backward(Tensors gradients, bool keep_graph) {
 
 void PipelinePass::run_backward(const PassBackward& backward) {
   const auto around = around_backward_;  // release() may come meanwhile
+  const auto versions = versions_;
   if (around) around(true);
-  versions_->tell_micro_batches();
+  versions->tell_micro_batches();
   try {
     rows_->backward_pass(state_, backward);
   } catch (...) {
     if (around) around(false);
     throw;
   }
-  versions_->tell_batch();
+  versions->tell_batch();
   if (around) around(false);
 }
 
@@ -212,6 +213,7 @@ void PipelinePass::release() {
   is_released_ = true;
   state_.rows.clear();
   around_backward_ = {};
+  versions_.reset();  // it has the batch
 }
 
 }  // namespace trireme
