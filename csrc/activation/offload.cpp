@@ -404,7 +404,7 @@ class OffloadPacker : public TensorPacker {
   }
 
  private:
-  // Those of this thread, whose operator is over; threads of replicas pack beside each other.
+  // Finishes those of this thread, whose operator is over; replicas pack in threads of theirs.
   void finish() {
     std::vector<c10::intrusive_ptr<UnfinishedTensor>> own;
     {

@@ -31,7 +31,8 @@ class TRIREME_API ModuleBody {
   virtual Value forward(const Values& args, const Dict& kwargs) = 0;
   // Returns each tensor once, under its first name.
   virtual Named parameters() = 0;
-  // Returns what a state dict has, under all names: parameters and buffers themselves, not detached.
+  // Returns what a state dict has, under all names: parameters and buffers themselves, not
+  // detached.
   virtual Named state() = 0;
   virtual void set_training(bool training) = 0;
 };

@@ -57,6 +57,7 @@ def run_pass(
     batch.keywords = dict.fromkeys(asked.intersection(names), entered)
     for name in asked & given.keywords.keys():
         batch.keywords[name] = given.enter(one, given.keywords[name])
+
     def hand_over(begins: bool) -> None:
         for call in calls:
             call.begin(batch if begins else MicroBatches())

@@ -430,7 +430,7 @@ class Pipeline(ScalesLosses, nn.Module):
         error, rows, given, divides_losses = None, 0, MicroBatches(), False
         try:
             self._look_at_parameters()
-            divides_losses = self._core.divides_losses()  # as the parameters are now
+            divides_losses = self._core.divides_losses()  # parameters may be others now
             self._expected.check(name, inputs, target, kwargs)
             parts = {f"input {number}": value for number, value in enumerate(inputs)}
             cut = BatchCut({**parts, **kwargs, "the target": target}, self._chunks, self._dim)

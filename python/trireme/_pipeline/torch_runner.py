@@ -90,7 +90,7 @@ class StageRunner:
                 self._calls = self._calls_of_stages()
             inputs = deal()
             if self._core is not None:
-                self._look_at_parameters(self._core)  # before it says what becomes of losses
+                self._look_at_parameters(self._core)  # it says then what becomes of losses
         except Exception as raised:
             error = raised
         said = {

@@ -148,7 +148,7 @@ def load_checkpoint(
         reader.read(_MODEL, [*model_to_load(model, ranks), *elsewhere.to_load(ranks)])
         with ranks.together():
             elsewhere.put()
-    if has_to_finish(model):  # with whole parameters, which all ranks have by now
+    if has_to_finish(model):  # all ranks have whole parameters by now
         with ExitStack() as stack, torch.no_grad():
             for optimizer_ in sharding_optimizers(plain):
                 stack.enter_context(writing(optimizer_))

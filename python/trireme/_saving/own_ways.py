@@ -133,7 +133,7 @@ def finish_loading(model: nn.Module, ranks: Ranks) -> None:
     for owner in owners:
         if _loads_in_own_way(owner):
             _load_again(owner, ranks)
-    for owner in reversed(owners):  # as torch: behind those of the modules in it
+    for owner in reversed(owners):  # torch calls them behind those of the modules in it
         for hook in _own_post_hooks(owner):
             hook(owner, _IncompatibleKeys([], []))
 

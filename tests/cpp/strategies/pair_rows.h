@@ -103,7 +103,7 @@ TORCH_MODULE(LazyMinus);
 struct Made {
   Sequential net;
   std::shared_ptr<ps::ParameterServer> server = nullptr;
-  ThreadRank* rank = nullptr;  // of the server's worker
+  ThreadRank* rank = nullptr;  // serves where there is a server
 };
 
 // Where a model is made: on a rank, or in one process, which has none.

@@ -69,7 +69,7 @@ at::Tensor part(const at::Tensor& whole, RankOf where) {
   return whole.tensor_split(where.world)[static_cast<size_t>(where.rank)].clone();
 }
 
-// How one process cuts its batches, whose parts' losses are divided by `parts`.
+// Says how one process cuts its batches, whose parts' losses are divided by `parts`.
 struct Cut {
   int64_t parts = 1;
   bool drops_last = false;  // whether the last batch lacks its last part
@@ -199,7 +199,7 @@ Values working(ThreadRank& rank, const Make& make) {
   return seen(made, made.net->parameters());
 }
 
-// Saved and loaded behind the second step, in a model of zeros.
+// Saves behind the second step, and loads into a model of zeros.
 Values saved(ThreadRank& rank, const Make& make, const std::string& folder) {
   Made made = made_by(make, {&rank, 0.5});
   DistributedDataParallel<Sequential> net(made.net, rank.communicator);
@@ -243,7 +243,7 @@ Values joined(ThreadRank& rank, const Make& make) {
   });
   if (!made.server || rank.where.rank == 0) return seen(made, made.net->parameters());
   Values found = values_of(made.net->parameters());
-  found.insert(found.begin(), at::Tensor());  // its rows
+  found.insert(found.begin(), at::Tensor());  // stands for the rows
   return found;
 }
 
@@ -293,7 +293,7 @@ struct Column {
   bool is_cut = false;  // whether a rank has some layers only
 };
 
-std::string folder;  // where the cell that is filled saves
+std::string folder;  // the cell that is filled saves there
 
 const std::vector<Column> kColumns{
     {"DDP", 2, ddp},

@@ -333,7 +333,7 @@ class Owned(Run):
     def values(self) -> Seen:
         if self.rank > 0:
             return {}
-        self.model.load_state_dict(self.net.state_dict())  # as that of any module
+        self.model.load_state_dict(self.net.state_dict())
         return super().values()
 
 
