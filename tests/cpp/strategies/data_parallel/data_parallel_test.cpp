@@ -165,15 +165,22 @@ TEST_CASE("two forwards before a backward, and two in one graph") {
 }
 
 TEST_CASE("forwards of several threads come one after the other") {
+  const at::NoGradGuard no_grad;
   WholeNumbers net;
   DataParallel<WholeNumbers> model(net, on_cpu(2));
+  std::vector<at::Tensor> inputs;
+  std::vector<at::Tensor> expected;
+  for (const int64_t rows : {6, 7, 8}) {
+    inputs.push_back(whole_rows(rows));
+    expected.push_back(net->forward(inputs.back()));
+  }
   std::atomic<int64_t> differ = 0;
   std::vector<std::thread> threads;
-  for (int64_t rows = 6; rows < 9; ++rows)
-    threads.emplace_back([&, rows] {
-      const at::Tensor x = whole_rows(rows);
-      const at::Tensor expected = net->forward(x).detach();
-      for (int64_t call = 0; call < 50; ++call) differ += !model->forward(x).equal(expected);
+  for (size_t caller = 0; caller < inputs.size(); ++caller)
+    threads.emplace_back([&, caller] {
+      const at::NoGradGuard no_grad_here;
+      for (int64_t call = 0; call < 50; ++call)
+        differ += !model->forward(inputs[caller]).equal(expected[caller]);
     });
   for (std::thread& thread : threads) thread.join();
   CHECK(differ == 0);
