@@ -396,13 +396,6 @@ void init_pipeline_engine(py::module_& module) {
       .def("apart", wrap_pybind_function(&BatchVersions::apart), py::arg("piece"),
            py::arg("micro_batch"))
       .def("tell_batch", wrap_pybind_function(&BatchVersions::tell_batch));
-  py::class_<PipelinePass, std::shared_ptr<PipelinePass>>(module, "PipelinePass")
-      .def(py::init<std::shared_ptr<RowThreads>, std::shared_ptr<BatchVersions>>(), py::arg("rows"),
-           py::arg("versions"))
-      .def("enter", wrap_pybind_function(&PipelinePass::enter), py::arg("input"),
-           py::arg("micro_batch"))
-      .def("forward", wrap_pybind_function(run_pass), py::arg("inputs"), py::arg("around_backward"),
-           py::arg("turn"), py::arg("runner"));
   py::class_<TurnOfCall>(module, "TurnOfCall")
       .def("__enter__", wrap_pybind_function_no_gil(
                             [](const TurnOfCall& self) { self.turn->take(self.runner.get()); }))
@@ -416,6 +409,13 @@ void init_pipeline_engine(py::module_& module) {
             return TurnOfCall{std::move(self), std::move(runner)};
           },
           py::arg("runner").none(true));
+  py::class_<PipelinePass, std::shared_ptr<PipelinePass>>(module, "PipelinePass")
+      .def(py::init<std::shared_ptr<RowThreads>, std::shared_ptr<BatchVersions>>(), py::arg("rows"),
+           py::arg("versions"))
+      .def("enter", wrap_pybind_function(&PipelinePass::enter), py::arg("input"),
+           py::arg("micro_batch"))
+      .def("forward", wrap_pybind_function(run_pass), py::arg("inputs"), py::arg("around_backward"),
+           py::arg("turn"), py::arg("runner"));
   module.def("row_pool", wrap_pybind_function(&row_pool), py::arg("devices"));
   module.def("lone_communicator", [] { return ThreadGroup(1).communicator(0); });
   module.def("find_tied", wrap_pybind_function([](std::vector<std::pair<int64_t, Named>> stages) {

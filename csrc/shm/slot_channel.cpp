@@ -106,6 +106,7 @@ bool SlotSender::is_full() const {
 bool SlotSender::is_drained() const { return block_.done.load(std::memory_order_acquire) >= sent_; }
 
 void SlotSender::wait(std::string_view errand) {
+  was_refused_for_now_ = false;
   check_usable(group_);
   const auto room = static_cast<uint64_t>(end_.messages);
   const uint64_t done = std::max(sent_ < room ? 0 : sent_ + 1 - room, full_until_);
@@ -115,6 +116,7 @@ void SlotSender::wait(std::string_view errand) {
 
 // Takes the first free slot that is large enough, so that few are used, and stay in the caches.
 std::byte* SlotSender::slot_for(int64_t bytes) {
+  was_refused_for_now_ = false;  // what is thrown from here on is said anew
   check_usable(group_);
   const int64_t needed = bytes + kSlotBlockBytes;
   const uint64_t done = block_.done.load(std::memory_order_acquire);
@@ -122,7 +124,6 @@ std::byte* SlotSender::slot_for(int64_t bytes) {
   size_t replaced = slots_.size();
   int64_t free = 0;
   busy_ = {};
-  was_refused_for_now_ = false;
   for (size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];
     // Whoever is done with it has mapped it.

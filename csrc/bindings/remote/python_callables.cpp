@@ -38,11 +38,13 @@ class KeptThreadState {
  public:
   KeptThreadState() : state_(PyGILState_Ensure()), saved_(PyEval_SaveThread()) {}
   ~KeptThreadState() {
-    PyEval_RestoreThread(saved_);
-    // What Python keeps for the thread goes while the state is whole: destructors that take the GIL
-    // once more would else end the state a second time (Python 3.11).
-    if (PyObject* own = PyThreadState_GetDict()) PyDict_Clear(own);
-    PyGILState_Release(state_);
+    or_stay_here([&] {
+      PyEval_RestoreThread(saved_);
+      // What Python keeps for the thread goes while the state is whole: destructors that take the
+      // GIL once more would else end the state a second time (Python 3.11).
+      if (PyObject* own = PyThreadState_GetDict()) PyDict_Clear(own);
+      PyGILState_Release(state_);
+    });
   }
   KeptThreadState(const KeptThreadState&) = delete;
   KeptThreadState& operator=(const KeptThreadState&) = delete;

@@ -153,8 +153,8 @@ void ReplicatedModule::replicate() {
 std::unique_lock<std::mutex> ReplicatedModule::take_turn() {
   TORCH_CHECK_VALUE(WorkerPool::served_here() == nullptr || WorkerPool::served_here() != pool_id_,
                     error_text(kDataParallelArea,
-                               "got a forward within one of the same DataParallel, or within its "
-                               "backward",
+                               "got a forward within one of the same DataParallel or its backward, "
+                               "expected one around it",
                                {}, "Call the module itself there."));
   return std::unique_lock(turn_);
 }

@@ -80,6 +80,7 @@ void DenseTable::copy_once(const std::vector<at::Tensor>& to) const {
 }
 
 void DenseTable::copy_values(const std::vector<at::Tensor>& to, const RemoteAnswers& answers) {
+  wait_for(answers);  // lets other threads in: nothing is written before
   read_one_clock([&] { copy_once(to); });
   for (const RemoteAnswer& answer : answers) {
     const std::vector<at::Tensor> found = remote()->wait(*answer, errand_of_answer());
@@ -90,6 +91,21 @@ void DenseTable::copy_values(const std::vector<at::Tensor>& to, const RemoteAnsw
   int64_t bytes = 0;
   for (const at::Tensor& tensor : to) bytes += static_cast<int64_t>(tensor.nbytes());
   desk().counts().bytes_pulled += bytes;
+}
+
+void DenseTable::wait_for(const RemoteAnswers& answers) {
+  for (const RemoteAnswer& answer : answers) remote()->wait(*answer, errand_of_answer());
+}
+
+// Asks the other hosts, and waits until all hosts have the clock at which they were asked.
+RemoteAnswers DenseTable::answers_of_one_clock() {
+  for (;;) {
+    RemoteAnswers answers;
+    wait_to_read([&] { answers = ask_others(); });
+    const uint64_t clock = board().clock();
+    wait_for(answers);
+    if (answers.empty() || board().clock() == clock) return answers;
+  }
 }
 
 // Asks the other hosts, before this one is waited for.
@@ -115,9 +131,7 @@ void DenseTable::pull() {
   const auto turn = desk().enter("pull");
   require_module("pull");
   if (bound_) bound_->check_unchanged("pull");
-  RemoteAnswers answers;
-  wait_to_read([&] { answers = ask_others(); });
-  fill_parameters(answers);
+  fill_parameters(answers_of_one_clock());
 }
 
 NamedTensors DenseTable::read(bool view, const RemoteAnswers& answers) {
@@ -151,9 +165,7 @@ NamedTensors DenseTable::pull_tensors(bool view) {
   const auto read_now = [&] {
     const auto turn = desk().enter("pull");
     check_view(view);
-    RemoteAnswers answers;
-    wait_to_read([&] { answers = ask_others(); });
-    return read(view, answers).values();
+    return read(view, answers_of_one_clock()).values();
   };
   return named(view || !may_be_in_checkpoint() ? read_now() : once_per_forward(read_now));
 }
@@ -371,7 +383,14 @@ void DenseTable::abandon_writing(const std::string& reason) noexcept {
 // --- for the server ------------------------------------------------------------------------------
 
 void DenseTable::before_clock() {
-  if (bound_) bound_->check_unchanged("clock");
+  if (bound_) {
+    bound_->check_unchanged("clock");
+    TORCH_CHECK(!bound_->is_writing(),
+                error_text(kPsArea,
+                           c10::str("clock: got a call inside of writing() of table '", spec().name,
+                                    "', when all workers stand still"),
+                           board().where(), "Call clock() before or behind it."));
+  }
   Table::before_clock();
 }
 

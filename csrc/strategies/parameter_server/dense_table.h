@@ -128,6 +128,8 @@ class TRIREME_API DenseTable final : public Table {
   void copy_values(const std::vector<at::Tensor>& to, const RemoteAnswers& answers);
   void copy_once(const std::vector<at::Tensor>& to) const;
   RemoteAnswers ask_others();
+  RemoteAnswers answers_of_one_clock();
+  void wait_for(const RemoteAnswers& answers);
   DenseCheckpoint checkpoint() const { return {steps_, spec(), layout()}; }
   void push_here(const Gradients& own, double scale, const Errand& errand);
   Gradients gradients_of(int64_t host, const Gradients& gradients) const;

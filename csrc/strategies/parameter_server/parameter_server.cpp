@@ -37,10 +37,12 @@ ParameterServer::ParameterServer(std::unique_ptr<ServerGround> ground)
     : ground_(std::move(ground)), here_(ground_->here()) {}
 
 ParameterServer::~ParameterServer() {
-  try {
-    close(std::uncaught_exceptions() > 0 ? "an exception, which its output shows" : "");
-  } catch (const Interruption&) {  // a destructor cannot throw it
-  }
+  do {
+    try {
+      close(std::uncaught_exceptions() > 0 ? "an exception, which its output shows" : "");
+    } catch (const Interruption&) {  // a destructor cannot throw it
+    }
+  } while (!here_.desk->is_closed() && !here_.desk->is_forked());
 }
 
 std::optional<int64_t> ParameterServer::worker() const { return here_.board->worker(); }
@@ -116,7 +118,8 @@ void ParameterServer::serve() {
     here_.board->check_peers(errand);
   } catch (const std::exception& error) {
     const WorkerLock::Kept turn(here_.board->worker_lock());
-    ended_by_ = what_of(error);  // workers of other hosts hear of it, too
+    // Workers of other hosts hear of it, too; that another thread has closed is no failure.
+    if (!here_.board->worker_lock().is_ended_here()) ended_by_ = what_of(error);
     throw;
   }
 }
@@ -293,7 +296,7 @@ void ParameterServer::leave() {
   if (!here_.board->worker() || here_.desk->has_left()) return;
   here_.board->worker_lock().end_for_others();
   here_.board->ring_all();
-  const WorkerLock::Kept turn(here_.board->worker_lock());
+  const std::unique_lock turn(here_.board->worker_lock());
   if (here_.desk->has_left()) return;
   const std::exception_ptr raised = release_modules();
   here_.desk->note_left();
@@ -306,7 +309,7 @@ void ParameterServer::close(std::string_view error) {
   if (here_.desk->is_closed() || here_.desk->is_forked()) return;
   here_.board->worker_lock().end_for_others();
   here_.board->ring_all();
-  const WorkerLock::Kept turn(here_.board->worker_lock());
+  const std::unique_lock turn(here_.board->worker_lock());
   if (here_.desk->is_closed()) return;
   const bool works = here_.board->worker() && !here_.desk->has_left();
   const std::exception_ptr raised = works ? release_modules() : nullptr;

@@ -24,8 +24,8 @@ namespace trireme::ps {
 // above all. All other waits keep the lock: for a block or a row that a worker is about to step,
 // for room for a message, and those of save(), load() and writing(), where all have to stand still.
 //
-// close() and leave() wait for nobody: they first end what other threads of the worker wait for
-// (end_for_others), and take the lock then.
+// close() and leave() wait for no other worker: they first end what other threads of the worker
+// wait for (end_for_others), and take the lock then.
 
 // Lets one thread of a worker at a time use its side of a server. A thread may take it again.
 // Taking one that is free costs some nanoseconds; what a pull of a row takes otherwise is a few
@@ -37,8 +37,11 @@ class TRIREME_API WorkerLock {
   void unlock() noexcept;
 
   // From now on no thread but this one may wait for other workers: it is about to leave. Any thread
-  // may call it, and the next two.
-  void end_for_others() noexcept { leaver_ = std::this_thread::get_id(); }
+  // may call it, and the next two; the first one stays.
+  void end_for_others() noexcept {
+    std::thread::id nobody;
+    leaver_.compare_exchange_strong(nobody, std::this_thread::get_id());
+  }
   bool is_ended_here() const;
   // Throws RuntimeError where another thread has called end_for_others(). `text`: what is waited
   // for.

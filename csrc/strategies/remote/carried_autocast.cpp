@@ -5,6 +5,7 @@
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/autocast_mode.h>
 
+#include <atomic>
 #include <cstdint>
 #include <utility>
 
@@ -26,6 +27,10 @@ int64_t number_in(const Value& pair, size_t place, int64_t end) {
   if (number == nullptr || *number < 0 || *number >= end) refuse_message("of another form");
   return *number;
 }
+
+// Says whether a served call keeps casts. Torch has one cache for the process, which knows neither
+// dtypes nor threads: what one call keeps no other one may find.
+std::atomic<bool> caching{false};
 
 }  // namespace
 
@@ -66,12 +71,14 @@ CarriedAutocast::CarriedAutocast(const Value& carried) {
     at::autocast::set_autocast_enabled(state.device, true);
     at::autocast::set_autocast_dtype(state.device, state.dtype);
   }
-  at::autocast::set_autocast_cache_enabled(*caches);
+  caches_ = *caches && !caching.exchange(true);
+  at::autocast::set_autocast_cache_enabled(caches_);
 }
 
 CarriedAutocast::~CarriedAutocast() {
   if (!is_on_) return;
   if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+  if (caches_) caching = false;
   for (const State& state : before_) {
     at::autocast::set_autocast_enabled(state.device, state.is_enabled);
     at::autocast::set_autocast_dtype(state.device, state.dtype);

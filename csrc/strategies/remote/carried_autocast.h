@@ -32,6 +32,7 @@ class TRIREME_API CarriedAutocast {
   };
   std::vector<State> before_;
   bool cached_before_ = true;
+  bool caches_ = false;  // this one keeps casts
   bool is_on_ = false;
 };
 

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <iterator>
 #include <pthread.h>
+#include <system_error>
 #include <utility>
 
 namespace trireme::remote {
@@ -37,7 +38,11 @@ void Housekeeping::look() {
   const bool all_work = working_ == static_cast<int64_t>(threads_.size());
   const bool nothing_moves = !chores_.empty() && all_work && begun_ == seen_begun_;
   seen_begun_ = begun_;
-  if (nothing_moves && !stopping_ && threads_.size() < kMostThreads) start_thread();
+  if (!nothing_moves || stopping_ || threads_.size() >= kMostThreads) return;
+  try {
+    start_thread();
+  } catch (const std::system_error&) {  // there is none to be had: the next look tries again
+  }
 }
 
 bool Housekeeping::is_idle() const {
@@ -95,7 +100,7 @@ void Housekeeping::work() {
     }
     if (!chores_.empty()) {
       run_first(lock);
-    } else if (static_cast<int64_t>(threads_.size()) - working_ > 1) {
+    } else if (later_.empty() && static_cast<int64_t>(threads_.size()) - working_ > 1) {
       return end_this_thread(lock);  // one was stuck for a while
     } else if (later_.empty()) {
       changed_.wait(lock, has_work);

@@ -154,7 +154,8 @@ class DataParallel(nn.DataParallel[T]):
         threads = self._own_threads()
         if threads.is_this_one_of_them():
             refuse(
-                "got a forward within one of the same DataParallel, or within its backward",
+                "got a forward within one of the same DataParallel or its backward, expected one "
+                "around it",
                 "Call the module itself there.",
                 kind=RuntimeError,
             )

@@ -40,11 +40,16 @@ def signature_of(documented: object) -> Signature:
     return parameters_of(function)
 
 
+def _is_left_out(name: str) -> bool:
+    """Python calls these itself."""
+    return name.startswith("__") and name != "__init__"
+
+
 def describe_module_class(owner: type) -> dict[str, object]:
     """Name -> Signature of a method, or what kind of attribute it is."""
     described: dict[str, object] = {}
     for name, value in vars(owner).items():
-        if name in UNSAID or (name.startswith("__") and name != "__init__"):
+        if name in UNSAID or _is_left_out(name):
             continue
         if isinstance(value, staticmethod):
             value = value.__func__
@@ -63,7 +68,7 @@ def describe_stub_class(owner: ast.ClassDef) -> dict[str, object]:
         if isinstance(node, ast.AnnAssign):
             is_constant = ast.unparse(node.annotation).startswith("ClassVar")
             described[ast.unparse(node.target)] = "constant" if is_constant else "attribute"
-        elif isinstance(node, ast.FunctionDef):
+        elif isinstance(node, ast.FunctionDef) and not _is_left_out(node.name):
             is_property = any(
                 ast.unparse(decorator) == "property" for decorator in node.decorator_list
             )

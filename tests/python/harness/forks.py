@@ -1,6 +1,8 @@
 """Children of a rank by fork(), which are copies of it."""
 
 import os
+import sys
+import traceback
 from collections.abc import Callable
 
 
@@ -11,6 +13,11 @@ def in_child(program: Callable[[], bool]) -> bool:
         code = 1
         try:
             code = 0 if program() else 2
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
-    return os.waitpid(child, 0)[1] == 0
+    status = os.waitpid(child, 0)[1]
+    if status:
+        print(f"a child of process {os.getpid()} ended with status {status}", file=sys.stderr)
+    return status == 0

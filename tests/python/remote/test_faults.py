@@ -300,6 +300,8 @@ def test_ctrl_c_ends_a_wait_and_no_more(rank: int) -> None:
         for word in ("a call", "a wait"):
             assert entered.wait(PATIENCE_S)
             entered.clear()
+            if word == "a wait":  # it has what it waits for
+                stay_until("a call is under way")
             os.kill(process_of(0), signal.SIGINT)
             stay_until(f"{word} was interrupted")
         return
@@ -308,6 +310,7 @@ def test_ctrl_c_ends_a_wait_and_no_more(rank: int) -> None:
     say("a call was interrupted")
     with pytest.raises(KeyboardInterrupt):
         pending = remote.call_async("p1", gated, 2)
+        say("a call is under way")
         pending.wait()
     say("a wait was interrupted")
     assert remote.call("p1", add, 1, 2) == 3
