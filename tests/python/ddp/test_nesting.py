@@ -215,6 +215,7 @@ class Meeting(nn.Module):
 @on_ranks(1)
 def test_forwards_of_several_threads_leave_no_module_behind(rank: int) -> None:
     """Else torch would take it for the one around all later forwards."""
+    assert TorchDDP._get_active_ddp_module() is None, "left by the case before"
     met = Meeting()
     ddp = Ours(met)
 
@@ -228,7 +229,8 @@ def test_forwards_of_several_threads_leave_no_module_behind(rank: int) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert TorchDDP._get_active_ddp_module() is None and ddp._forwards == 0
+    assert TorchDDP._get_active_ddp_module() is None
+    assert ddp._forwards == 0
 
 
 class Gated(nn.Module):
