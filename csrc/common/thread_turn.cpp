@@ -1,5 +1,6 @@
 #include <trireme/common/thread_turn.h>
 
+#include <trireme/common/error.h>
 #include <trireme/common/interruption.h>
 
 namespace trireme {
@@ -23,7 +24,16 @@ bool ThreadTurn::try_take_locked() {
 bool ThreadTurn::take() {
   std::unique_lock lock(mutex_);
   if (is_own_locked()) return false;
+  const auto deadline = std::chrono::steady_clock::now() + timeout_;
   while (!try_take_locked()) {
+    TORCH_CHECK(
+        std::chrono::steady_clock::now() < deadline,
+        error_text(area_,
+                   c10::str("got a pass that has waited ", timeout_.count() / 1000.0,
+                            " s for one of another thread, expected that it ends"),
+                   {},
+                   "See what that thread does. A forward that KeyboardInterrupt has left ends with "
+                   "the next one of the same thread."));
     if (is_free_.wait_for(lock, kLookAround) == std::cv_status::no_timeout) continue;
     lock.unlock();
     check_interruption();

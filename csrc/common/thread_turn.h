@@ -2,17 +2,26 @@
 
 #include <trireme/common/export.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <string>
+#include <utility>
 
 namespace trireme {
 
 // The turn of one thread at a time. A thread that has ended has it no longer.
 class TRIREME_API ThreadTurn {
  public:
+  // `area` is that of what take() throws.
+  explicit ThreadTurn(std::string area,
+                      std::chrono::milliseconds timeout = std::chrono::minutes(30))
+      : area_(std::move(area)), timeout_(timeout) {}
+
   // Waits until no other thread has it, and for as long lets signal handlers run. Called without
-  // the GIL. Returns whether this thread has not had it before.
+  // the GIL. Returns whether this thread has not had it before. Throws c10::Error if another thread
+  // still has it after `timeout`.
   bool take();
   // Takes it, unless another thread has it.
   bool try_take();
@@ -40,6 +49,8 @@ class TRIREME_API ThreadTurn {
   bool is_own_locked() const;
   bool try_take_locked();
 
+  const std::string area_;
+  const std::chrono::milliseconds timeout_;
   mutable std::mutex mutex_;
   std::condition_variable is_free_;
   std::weak_ptr<const bool> owner_;  // gone with its thread

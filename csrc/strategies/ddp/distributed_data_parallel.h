@@ -3,6 +3,7 @@
 #include <trireme/comm/c10d/comm_hook.h>
 #include <trireme/comm/launch/launch.h>
 #include <trireme/grad/no_sync.h>
+#include <trireme/module/averages_gradients.h>
 #include <trireme/module/find_tensors.h>
 #include <trireme/module/module_parameters.h>
 #include <trireme/saving/held_parts.h>
@@ -24,10 +25,9 @@ inline ModuleTensors module_tensors(const torch::nn::Module& module) {
   return {named_parameters(module), module.buffers()};
 }
 
-// Is any DistributedDataParallel, whatever it wraps.
-class HasDdp {
+// Any DistributedDataParallel, whatever it wraps.
+class HasDdp : public AveragesGradients {
  public:
-  virtual ~HasDdp() = default;
   virtual Ddp& core() = 0;
 };
 

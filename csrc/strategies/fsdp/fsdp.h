@@ -209,7 +209,7 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
     std::shared_ptr<Use> use;  // null unless the group gathers
   };
   std::vector<Open> open_;
-  ThreadTurn turn_;  // the thread has it whose pass is under way
+  ThreadTurn turn_{"fully_shard"};  // the thread has it whose pass is under way
   std::map<const ParamGroup*, int64_t> uses_in_backward_;  // counts those of units that gather
   int64_t backward_ = 0;                                   // counts backwards
   std::set<int64_t> forwards_in_backward_;

@@ -4,6 +4,7 @@
 #include <trireme/comm/subgroups.h>
 #include <trireme/common/error.h>
 #include <trireme/grad/write_gate.h>
+#include <trireme/module/averages_gradients.h>
 #include <trireme/module/module_parameters.h>
 #include <trireme/strategies/fsdp/module_mirror.h>
 #include <trireme/strategies/fsdp/sharded_join.h>
@@ -115,6 +116,12 @@ ShardedModule::ShardedModule(std::shared_ptr<torch::nn::Module> inner, FsdpOptio
   TORCH_CHECK_VALUE(dynamic_cast<ShardedModule*>(inner_.get()) == nullptr,
                     error_text(kArea, "got " + inner_->name() + ", which is sharded already", where,
                                "Call fully_shard once per module, inner modules first."));
+  const auto averaging = averaging_module_in(*inner_);
+  TORCH_CHECK_VALUE(!averaging,
+                    error_text(kArea,
+                               "got a DistributedDataParallel at '" + averaging.value_or("") +
+                                   "', which averages gradients, too",
+                               where, "Shard the module in it."));
   const std::vector<at::Tensor> parameters = inner_->parameters();
   if (!parameters.empty() && !parameters.front().is_meta()) device_ = parameters.front().device();
   const UnitRanks ranks = ranks_of_unit(options_, device_);

@@ -3,6 +3,7 @@
 #include <trireme/comm/run_together.h>
 #include <trireme/common/error.h>
 #include <trireme/common/exception_text.h>
+#include <trireme/module/averages_gradients.h>
 
 #include <ATen/ATen.h>
 #include <torch/serialize/archive.h>
@@ -49,7 +50,8 @@ ZeroParameters::ZeroParameters(const std::vector<OptimizerParamGroup>& param_gro
   }
 }
 
-ZeroParameters::ZeroParameters(const torch::nn::Module& module) : named(named_parameters(module)) {
+ZeroParameters::ZeroParameters(const torch::nn::Module& module)
+    : named(named_parameters(module)), averaging_module(averaging_module_in(module)) {
   groups.emplace_back(named.tensors);
 }
 
@@ -117,6 +119,10 @@ ZeroOptimizer::ZeroOptimizer(ZeroParameters parameters, Setup setup)
     refuse("got fused_step for " + what + ", expected trireme::optim::Adam or AdamW and stage 2",
            "Change that, or leave fused_step out.");
   }
+  if (options_.stage == 2 && parameters.averaging_module)
+    refuse("got stage 2 for the module at '" + *parameters.averaging_module +
+               "', which DistributedDataParallel averages already",
+           "Use the plain module, or stage 1.");
   for (const OptimizerParamGroup& group : param_groups_)
     group_counts_.push_back(static_cast<int64_t>(group.params().size()));
   add_core(std::move(parameters.named));

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -37,6 +38,8 @@ struct TRIREME_API ZeroParameters {
 
   std::vector<torch::optim::OptimizerParamGroup> groups;
   NamedParameters named;  // parameters of all groups, in their order
+  // Where a module in it averages gradients by itself.
+  std::optional<std::string> averaging_module = {};
 };
 
 // ZeroRedundancyOptimizer<Optimizer> for any `Optimizer`: the part of it that is no template. See

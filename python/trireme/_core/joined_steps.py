@@ -9,12 +9,31 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import _JoinConfig
 from torch.optim import Optimizer
 
 from trireme._core.errors import Area
 
 _AREA = Area("join")
 _NEVER = -math.inf
+
+
+def check_joined_batch_norms(
+    module: nn.Module, config: _JoinConfig, area: Area, group: dist.ProcessGroup
+) -> None:
+    """Refuses layers in which all ranks' statistics meet, where some ranks have no inputs."""
+    if config.throw_on_early_termination:  # nobody goes on without them
+        return
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm) and layer.training:
+            area.refuse(
+                f"got SyncBatchNorm at '{name}' under join(), expected layers that need no rank "
+                "without inputs",
+                "Give such ranks empty batches in place of join(), or pass "
+                "throw_on_early_termination=True.",
+                group,
+            )
 
 
 class Clip(NamedTuple):

@@ -12,7 +12,6 @@ from torch import nn
 from torch._utils import _get_device_index
 from torch.distributed import GradBucket
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from trireme._ddp import AREA, refuse
 
@@ -79,21 +78,6 @@ def check_batch_norms(module: nn.Module, group: dist.ProcessGroup) -> None:
                 "Convert with trireme.SyncBatchNorm.convert_sync_batchnorm(module), which takes "
                 "torch's over.",
                 group,
-            )
-
-
-def check_joined_batch_norms(ddp: TorchDDP) -> None:
-    """Under join() ranks without inputs would be missing where all ranks' statistics meet."""
-    if ddp._join_config.throw_on_early_termination:  # nobody goes on without them
-        return
-    for name, layer in ddp.module.named_modules():
-        if isinstance(layer, nn.SyncBatchNorm) and layer.training:
-            refuse(
-                f"got SyncBatchNorm at '{name}' under join(), expected layers that need no rank "
-                "without inputs",
-                "Give such ranks empty batches in place of join(), or pass "
-                "throw_on_early_termination=True.",
-                ddp.process_group,
             )
 
 

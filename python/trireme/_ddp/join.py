@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.algorithms.join import JoinHook
 
+from trireme._core.joined_steps import check_joined_batch_norms
 from trireme._core.owners import optimizer_of
-from trireme._ddp.checks import check_joined_batch_norms
+from trireme._ddp import AREA
 
 if TYPE_CHECKING:
     from trireme._ddp.module import DistributedDataParallel
@@ -23,7 +24,7 @@ class DdpJoinHook(JoinHook):
 
     def main_hook(self) -> None:
         ddp = self.ddp
-        check_joined_batch_norms(ddp)
+        check_joined_batch_norms(ddp.module, ddp._join_config, AREA, ddp.process_group)
         if ddp._check_sync_bufs_pre_fwd():
             root = ddp._find_common_rank(ddp._distributed_rank, False)
             ddp._core.sync_buffers(ddp._current_buffers(), root)

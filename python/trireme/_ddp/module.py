@@ -19,15 +19,16 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from trireme import _C
 from trireme._core.find_tensors import find_tensors
 from trireme._core.group_communicator import communicator_of
+from trireme._core.joined_steps import check_joined_batch_norms
 from trireme._core.layer_watch import LayerWatch
 from trireme._core.owners import note_averaging
+from trireme._ddp import AREA
 from trireme._ddp.checks import (
     check_batch_norms,
     check_bucket_caps,
     check_comm_hook,
     check_delayed,
     check_device_ids,
-    check_joined_batch_norms,
     check_materialized,
     resolve_process_group,
     returning_future,
@@ -281,7 +282,7 @@ class DistributedDataParallel(TorchNames):
             leader._core.before_forward()
         self._notify_join()
         if self._join_config.enable:
-            check_joined_batch_norms(self)
+            check_joined_batch_norms(self.module, self._join_config, AREA, self.process_group)
         if leader._core.is_held() and leader._core.has_averaged():
             self.require_forward_param_sync = True
         if self._check_sync_bufs_pre_fwd():

@@ -2,4 +2,5 @@
 
 from trireme._core.errors import Area
 
-refuse = Area("fully_shard").refuse
+AREA = Area("fully_shard")
+refuse = AREA.refuse

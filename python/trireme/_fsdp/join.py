@@ -9,8 +9,8 @@ from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 from torch.optim import Optimizer
 
 from trireme._core.clip_grad import clip_grad_norm_
-from trireme._core.joined_steps import JoinedSteps
-from trireme._fsdp import refuse
+from trireme._core.joined_steps import JoinedSteps, check_joined_batch_norms
+from trireme._fsdp import AREA, refuse
 
 if TYPE_CHECKING:
     from trireme._fsdp.module import FSDPModule
@@ -37,6 +37,7 @@ class FsdpJoinHook(JoinHook):
         super().__init__()
 
     def main_hook(self) -> None:
+        _check_batch_norms(self.root)
         core = self.root.core
         if core is None:
             return
@@ -52,6 +53,13 @@ class FsdpJoinHook(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self.root.joined = None
+
+
+def _check_batch_norms(root: FsdpRoot) -> None:
+    module = root.units[0].modules[0]
+    config = module._join_config  # the user's, if the class has one
+    if isinstance(config, _JoinConfig):
+        check_joined_batch_norms(module, config, AREA, root.units[0].mesh.group)
 
 
 def in_join(root: FsdpRoot) -> JoinedSteps | None:
@@ -80,6 +88,7 @@ def notify_of_forward(root: FsdpRoot) -> None:
     if torch._C._current_graph_task_id() != -1:  # computed again by a checkpoint
         return
     work = Join.notify_join_context(module)
+    _check_batch_norms(root)
     if work is None or root.core is None:
         return
     divisor = root.units[0].mesh.world

@@ -4,9 +4,13 @@
 
 #include <trireme/activation/checkpoint.h>
 #include <trireme/module/sends_gradients.h>
+#include <trireme/strategies/ddp/distributed_data_parallel.h>
 #include <trireme/strategies/parameter_server/embedding.h>
 #include <trireme/strategies/sync_batch_norm/sync_batch_norm_module.h>
 
+#include <ATen/autocast_mode.h>
+
+#include <future>
 #include <map>
 #include <strategies/fsdp/fsdp_ranks.h>
 #include <string>
@@ -66,6 +70,18 @@ struct AgainImpl : torch::nn::Cloneable<AgainImpl> {
 };
 TORCH_MODULE(Again);
 
+// A layer that averages its gradients itself.
+struct AveragedImpl : torch::nn::Module {
+  explicit AveragedImpl(std::shared_ptr<Communicator> communicator) {
+    const torch::nn::Linear layer(kWidth, kWidth);
+    inner = register_module(
+        "inner", DistributedDataParallel<torch::nn::Linear>(layer, std::move(communicator)));
+  }
+  at::Tensor forward(const at::Tensor& x) { return inner->forward(x); }
+  DistributedDataParallel<torch::nn::Linear> inner{nullptr};
+};
+TORCH_MODULE(Averaged);
+
 // Two layers that have one matrix.
 struct TiedImpl : torch::nn::Cloneable<TiedImpl> {
   TiedImpl() { TiedImpl::reset(); }
@@ -104,6 +120,7 @@ struct Made {
   Sequential net;
   std::shared_ptr<ps::ParameterServer> server = nullptr;
   ThreadRank* rank = nullptr;  // serves where there is a server
+  Values outputs = {};         // of evaluations, in their order
 };
 
 // Where a model is made: on a rank, or in one process, which has none.
@@ -114,6 +131,24 @@ struct Place {
 };
 
 using Make = std::function<Made(const Place&)>;
+using Evaluate = std::function<at::Tensor(int64_t number)>;  // undefined where another rank has it
+
+// A model, and how a program uses it.
+struct Row {
+  Make make;
+  // What lives while a forward runs.
+  std::function<std::shared_ptr<void>()> around = [] { return nullptr; };
+  // Makes a step.
+  std::function<void(const std::function<void()>&)> run = [](const auto& step) { step(); };
+  // Evaluates batches behind a step, in so many threads at once, or in one.
+  std::function<Values(const Evaluate&, int64_t number, bool together)> evaluate =
+      [](const auto&, int64_t, bool) { return Values(); };
+  // Moves all parameters behind the first step.
+  std::function<void(torch::nn::Module&)> move = nullptr;
+  bool accumulates = false;  // over two batches, of which the first averages nothing
+  bool is_whole = false;     // computes with whole batches on all ranks, not with parts
+  double tolerance = 1e-5;
+};
 
 inline Made layers(auto first) {
   return {Sequential(first, torch::nn::Linear(kWidth, kWidth), torch::nn::Tanh(),
@@ -161,21 +196,99 @@ inline Made synchronized(const Place& place) {
                               place.meets ? place.meets : place.rank->communicator));
 }
 
-inline const std::map<std::string, Make> kRows{
-    {"rows of a server, bsp", served(ps::Mode::kBsp)},
-    {"rows of a server, ssp", served(ps::Mode::kSsp)},
-    {"rows of a server, async", served(ps::Mode::kAsync)},
-    {"SyncBatchNorm", synchronized},
-    {"tied parameters", simply([] { return Tied(); })},
-    {"sparse gradients", sparse},
+// The layer alone averages over the ranks that have it.
+inline Made averaged_inside(const Place& place) {
+  if (place.rank == nullptr) return layers(torch::nn::Linear(kWidth, kWidth));
+  return layers(Averaged(place.meets ? place.meets : place.rank->communicator));
+}
+
+inline Row plain() {
+  return {simply([] { return torch::nn::Linear(kWidth, kWidth); })};
+}
+
+inline Row autocast() {
+  struct Guard {
+    Guard() { at::autocast::set_autocast_enabled(at::kCPU, true); }
+    ~Guard() {
+      at::autocast::clear_cache();
+      at::autocast::set_autocast_enabled(at::kCPU, false);
+    }
+  };
+  Row row = plain();
+  row.around = [] { return std::make_shared<Guard>(); };
+  row.tolerance = 2e-2;
+  return row;
+}
+
+inline Row inferring() {
+  Row row = plain();
+  row.evaluate = [](const Evaluate& evaluate, int64_t number, bool /*together*/) {
+    const c10::InferenceMode guard;
+    return Values{evaluate(number)};
+  };
+  return row;
+}
+
+// Each step in a thread of its own, and three evaluations at once.
+inline Row from_threads() {
+  Row row = plain();
+  row.run = [](const auto& step) { std::async(std::launch::async, step).get(); };
+  row.evaluate = [](const Evaluate& evaluate, int64_t number, bool together) {
+    std::vector<std::future<at::Tensor>> calls;
+    for (int64_t call = 0; call < 3; ++call) {
+      calls.push_back(std::async(std::launch::async, evaluate, number + 10 * call));
+      if (together) calls.back().wait();
+    }
+    Values found;
+    for (auto& call : calls) found.push_back(call.get());
+    return found;
+  };
+  return row;
+}
+
+inline Row accumulating() {
+  Row row = plain();
+  row.accumulates = true;
+  return row;
+}
+
+// As torch::load() and to() give parameters other memory.
+inline Row moving() {
+  Row row = plain();
+  row.move = [](torch::nn::Module& net) {
+    for (at::Tensor& parameter : net.parameters()) parameter.set_data(parameter.data() * 0.5);
+  };
+  return row;
+}
+
+inline Row whole(Make make) {
+  Row row{std::move(make)};
+  row.is_whole = true;
+  return row;
+}
+
+inline const std::map<std::string, Row> kRows{
+    {"rows of a server, bsp", {served(ps::Mode::kBsp)}},
+    {"rows of a server, ssp", {served(ps::Mode::kSsp)}},
+    {"rows of a server, async", {served(ps::Mode::kAsync)}},
+    {"SyncBatchNorm", whole(synchronized)},
+    {"BatchNorm", {simply([] { return torch::nn::BatchNorm1d(kWidth); })}},
+    {"tied parameters", {simply([] { return Tied(); })}},
+    {"sparse gradients", {sparse}},
     {"checkpoint, offloaded",
-     simply([] { return Again(CheckpointOptions{.offload = ActivationOffload{}}); })},
+     {simply([] { return Again(CheckpointOptions{.offload = ActivationOffload{}}); })}},
     {"a first layer in place",
-     simply([] { return torch::nn::ReLU(torch::nn::ReLUOptions(true)); })},
-    {"frozen parameters", frozen},
-    {"hooks of parameters", hooked},
-    {"checkpoint", simply([] { return Again(CheckpointOptions{}); })},
-    {"complex parameters", simply([] { return Phases(); })},
-    {"a lazy minus", simply([] { return LazyMinus(); })}};
+     {simply([] { return torch::nn::ReLU(torch::nn::ReLUOptions(true)); })}},
+    {"frozen parameters", {frozen}},
+    {"hooks of parameters", {hooked}},
+    {"checkpoint", {simply([] { return Again(CheckpointOptions{}); })}},
+    {"complex parameters", {simply([] { return Phases(); })}},
+    {"a lazy minus", {simply([] { return LazyMinus(); })}},
+    {"autocast", autocast()},
+    {"inference mode", inferring()},
+    {"several threads of the user's", from_threads()},
+    {"no_sync", accumulating()},
+    {"DistributedDataParallel inside", {averaged_inside}},
+    {"moved parameters", moving()}};
 
 }  // namespace trireme::pairs_test

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import debug
 from torch.nn.modules import module as modules
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -246,6 +247,7 @@ _VALUES: dict[str, Callable[[], Any]] = {
     "standard files": _standard_files,
     "environment": _environment,
     "logging": _logging,
+    "module that torch's DDP runs": lambda: type(TorchDDP._get_active_ddp_module()).__name__,
 }
 
 _THINGS: dict[str, Callable[[], dict[Any, str]]] = {

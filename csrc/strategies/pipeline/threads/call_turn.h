@@ -43,7 +43,7 @@ class TRIREME_API CallTurn {
 
  private:
   std::shared_ptr<Communicator> ranks_;
-  ThreadTurn turn_;
+  ThreadTurn turn_{"pipeline"};
 };
 
 }  // namespace trireme

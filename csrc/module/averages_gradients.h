@@ -1,0 +1,27 @@
+#pragma once
+
+#include <trireme/common/export.h>
+
+#include <torch/nn/module.h>
+
+#include <optional>
+#include <string>
+
+namespace trireme {
+
+// A module that averages the gradients of its parameters over ranks (DistributedDataParallel).
+// Whoever averages them as well refuses it.
+class TRIREME_API AveragesGradients {
+ public:
+  virtual ~AveragesGradients() = default;
+};
+
+// Returns the name of the first such module in `module`, which is "" for itself.
+inline std::optional<std::string> averaging_module_in(const torch::nn::Module& module) {
+  if (dynamic_cast<const AveragesGradients*>(&module) != nullptr) return "";
+  for (const auto& item : module.named_modules("", /*include_self=*/false))
+    if (dynamic_cast<const AveragesGradients*>(item.value().get()) != nullptr) return item.key();
+  return std::nullopt;
+}
+
+}  // namespace trireme
