@@ -12,9 +12,9 @@
 #include <trireme/comm/launch/launch.h>
 #include <trireme/comm/launch/ranks.h>
 #include <trireme/comm/subgroups.h>
-#include <trireme/grad/flat_optimizer.h>
-#include <trireme/grad/grad_norm.h>
-#include <trireme/grad/join.h>
+#include <trireme/optim/flat_optimizer.h>
+#include <trireme/optim/grad_norm.h>
+#include <trireme/sync/join.h>
 #include <trireme/memory/memory_estimate.h>
 #include <trireme/saving/module_checkpoint.h>
 #include <trireme/strategies/data_parallel/data_parallel.h>

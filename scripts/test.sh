@@ -9,8 +9,8 @@
 # as FLAKY: a defect of the test or of the product like any other, to be found before other work goes on.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
-# Two tests at a time, each with several ranks: most of a test is a wait or runs on one core.
-jobs=2
+# Three tests at a time on two cores, each with several ranks: two thirds of a test is a wait.
+jobs=3
 # More failures than these are no accident, and nobody waits for each of them twice more.
 most_accidents=8
 integrations=".venv-integrations-$(basename "$BUILD")"

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <trireme/grad/join.h>
+#include <trireme/sync/join.h>
 #include <trireme/strategies/ddp/ddp.h>
 
 #include <torch/nn/module.h>

@@ -2,7 +2,7 @@
 
 #include <trireme/comm/c10d/comm_hook.h>
 #include <trireme/comm/launch/launch.h>
-#include <trireme/grad/no_sync.h>
+#include <trireme/sync/no_sync.h>
 #include <trireme/module/averages_gradients.h>
 #include <trireme/module/find_tensors.h>
 #include <trireme/module/module_parameters.h>
@@ -75,7 +75,7 @@ class DistributedDataParallelImpl : public torch::nn::Module, public WrapsModule
   using NoSync = trireme::NoSync;
   [[nodiscard]] NoSync no_sync() { return NoSync(synchronize_); }
 
-  // Calls `train`, whose loop may have another number of inputs on each rank; see grad/join.h:
+  // Calls `train`, whose loop may have another number of inputs on each rank; see sync/join.h:
   //   ddp->join([&] { for (auto& batch : *loader) step(batch); });
   // Afterwards all ranks have the parameters and buffers of a rank that trained to the end.
   void join(const std::function<void()>& train, const JoinOptions& options = {}) {

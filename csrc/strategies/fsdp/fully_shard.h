@@ -1,6 +1,6 @@
 #pragma once
 
-#include <trireme/grad/write_gate.h>
+#include <trireme/optim/write_gate.h>
 #include <trireme/module/cast_tensors.h>
 #include <trireme/module/find_tensors.h>
 #include <trireme/module/for_each_tensor.h>

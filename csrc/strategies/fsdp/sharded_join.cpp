@@ -1,6 +1,6 @@
 #include <trireme/strategies/fsdp/sharded_join.h>
 
-#include <trireme/grad/write_gate.h>
+#include <trireme/optim/write_gate.h>
 
 #include <ATen/ATen.h>
 #include <c10/util/ScopeExit.h>

@@ -3,7 +3,7 @@
 #include <trireme/comm/launch/launch.h>
 #include <trireme/comm/subgroups.h>
 #include <trireme/common/error.h>
-#include <trireme/grad/write_gate.h>
+#include <trireme/optim/write_gate.h>
 #include <trireme/module/averages_gradients.h>
 #include <trireme/module/module_parameters.h>
 #include <trireme/strategies/fsdp/module_mirror.h>

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <trireme/grad/grad_norm.h>
-#include <trireme/grad/join.h>
+#include <trireme/optim/grad_norm.h>
+#include <trireme/sync/join.h>
 #include <trireme/saving/held_parts.h>
 #include <trireme/strategies/fsdp/fsdp.h>
 #include <trireme/strategies/fsdp/offload_plan.h>
@@ -76,7 +76,7 @@ struct FsdpOptions {
 //
 // So parameters(), named_parameters() and zero_grad() of any module around it see shards, under the
 // names of the plain model, and an optimizer is made of them as of any. Before it writes them it
-// passes a gate: trireme::step(optimizer), or an optimizer of grad/flat_optimizer.h, which does so
+// passes a gate: trireme::step(optimizer), or an optimizer of optim/flat_optimizer.h, which does so
 // by itself. What goes around the gate is noticed in the next forward, which throws.
 //
 // What a program reads through inner's own members (net->head->weight) is whole, and final from
@@ -158,7 +158,7 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
   void finalize_backward();
 
   // Calls `train`, whose loop may have another number of inputs on each rank and steps `optimizer`;
-  // see grad/join.h. Called on the outermost unit, alike on all ranks:
+  // see sync/join.h. Called on the outermost unit, alike on all ranks:
   //   model->join(optimizer, [&] { for (auto& batch : *loader) step(batch); });
   void join(torch::optim::Optimizer& optimizer, const std::function<void()>& train,
             JoinOptions options = {}) {
@@ -169,7 +169,7 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
   Joinable& joinable();
 
   // Scales the gradients of this unit and those in it to a common norm of at most `max_norm`;
-  // returns what it was, the same on all ranks. See grad/grad_norm.h. Collective.
+  // returns what it was, the same on all ranks. See optim/grad_norm.h. Collective.
   at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0,
                              bool error_if_nonfinite = false);
   // Returns this rank's part of the gradients of this unit and those in it, for

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <trireme/common/export.h>
-#include <trireme/grad/held_backwards.h>
+#include <trireme/sync/held_backwards.h>
 #include <trireme/param/param_group.h>
 
 #include <memory>

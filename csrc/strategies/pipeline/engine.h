@@ -1,7 +1,7 @@
 #pragma once
 
 #include <trireme/comm/tensor_channel.h>
-#include <trireme/grad/held_backwards.h>
+#include <trireme/sync/held_backwards.h>
 #include <trireme/module/module_parameters.h>
 #include <trireme/strategies/pipeline/gradients/tied_parameters.h>
 #include <trireme/strategies/pipeline/schedule.h>

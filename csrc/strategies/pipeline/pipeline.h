@@ -2,9 +2,9 @@
 
 #include <trireme/activation/checkpoint_frame.h>
 #include <trireme/comm/launch/launch.h>
-#include <trireme/grad/grad_norm.h>
-#include <trireme/grad/no_sync.h>
-#include <trireme/module/deferred_batch_norm.h>
+#include <trireme/optim/grad_norm.h>
+#include <trireme/sync/no_sync.h>
+#include <trireme/strategies/pipeline/deferred_batch_norm.h>
 #include <trireme/module/sends_gradients.h>
 #include <trireme/saving/held_parts.h>
 #include <trireme/strategies/pipeline/engine.h>
@@ -54,7 +54,7 @@ struct PipelineOptions {
   // Says which micro-batches are recomputed: "never", "except_last", "always", "auto"
   // (schedule_recomputation.h).
   std::string checkpoint = "never";
-  // Makes running statistics of BatchNorm those of whole batches (module/deferred_batch_norm.h).
+  // Makes running statistics of BatchNorm those of whole batches (strategies/pipeline/deferred_batch_norm.h).
   bool deferred_batch_norm = false;
 };
 
@@ -239,7 +239,7 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
   }
 
   // Scales the gradients of all ranks' layers to a common norm of at most `max_norm`; returns what
-  // it was, the same on all ranks. See grad/grad_norm.h. Collective: one all-reduce of one number.
+  // it was, the same on all ranks. See optim/grad_norm.h. Collective: one all-reduce of one number.
   at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0,
                              bool error_if_nonfinite = false) {
     return trireme::clip_grad_norm_(gradients(), {max_norm, norm_type, error_if_nonfinite});

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <trireme/comm/communicator.h>
-#include <trireme/grad/grad_norm.h>
+#include <trireme/optim/grad_norm.h>
 #include <trireme/grad/grad_reducer.h>
 #include <trireme/kernels/optimizer_step.h>
 #include <trireme/memory/host_store.h>

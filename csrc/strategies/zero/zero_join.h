@@ -1,6 +1,6 @@
 #pragma once
 
-#include <trireme/grad/join.h>
+#include <trireme/sync/join.h>
 
 #include <memory>
 #include <string>

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <trireme/comm/communicator.h>
-#include <trireme/grad/flat_optimizer.h>
+#include <trireme/optim/flat_optimizer.h>
 #include <trireme/grad/step_report.h>
 #include <trireme/module/module_parameters.h>
 #include <trireme/saving/held_parts.h>
@@ -66,7 +66,7 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public Sharded
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
 
   // Scales the gradients of all parameters to a common norm of at most `max_norm`; returns what it
-  // was, the same on all ranks. See grad/grad_norm.h. Collective under stage 2.
+  // was, the same on all ranks. See optim/grad_norm.h. Collective under stage 2.
   at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0,
                              bool error_if_nonfinite = false);
   // Returns this rank's part of the gradients, for trireme::clip_grad_norm_() over several
@@ -109,7 +109,7 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public Sharded
   // Stage 2: where the time of the last synchronized backward went. Throws ValueError under 1.
   StepReport last_step() const;
 
-  // Calls `train`, whose loop may have another number of inputs on each rank; see grad/join.h:
+  // Calls `train`, whose loop may have another number of inputs on each rank; see sync/join.h:
   //   optimizer.join([&] { for (auto& batch : *loader) step(batch); });
   // Under stage 1, where DistributedDataParallel averages: trireme::join({ddp, optimizer}, ...).
   void join(const std::function<void()>& train, const JoinOptions& options = {}) {

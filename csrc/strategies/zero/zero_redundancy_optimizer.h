@@ -1,7 +1,7 @@
 #pragma once
 
 #include <trireme/comm/launch/launch.h>
-#include <trireme/grad/flat_optimizer.h>
+#include <trireme/optim/flat_optimizer.h>
 #include <trireme/strategies/zero/zero_optimizer.h>
 
 #include <torch/optim/adagrad.h>

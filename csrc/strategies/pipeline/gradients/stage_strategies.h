@@ -1,6 +1,6 @@
 #pragma once
 
-#include <trireme/grad/held_backwards.h>
+#include <trireme/sync/held_backwards.h>
 
 #include <ATen/core/Tensor.h>
 

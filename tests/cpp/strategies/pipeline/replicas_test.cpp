@@ -1,6 +1,6 @@
 #include <trireme/strategies/pipeline/gradients/replicas.h>
 
-#include <trireme/grad/no_sync.h>
+#include <trireme/sync/no_sync.h>
 #include <trireme/strategies/ddp/distributed_data_parallel.h>
 #include <trireme/strategies/fsdp/fully_shard.h>
 #include <trireme/strategies/pipeline/pipeline.h>

@@ -1,4 +1,4 @@
-#include <trireme/grad/held_backwards.h>
+#include <trireme/sync/held_backwards.h>
 
 #include <trireme/memory/tensor_registry.h>
 

@@ -1,6 +1,6 @@
 // clip_grad_norm_ against torch's.
 
-#include <trireme/grad/grad_norm.h>
+#include <trireme/optim/grad_norm.h>
 
 #include <trireme/comm/recording_communicator.h>
 

@@ -1,6 +1,6 @@
 // trireme::optim against torch's C++ classes of the same names.
 
-#include <trireme/grad/flat_optimizer.h>
+#include <trireme/optim/flat_optimizer.h>
 
 #include <torch/nn/modules/linear.h>
 #include <torch/serialize.h>

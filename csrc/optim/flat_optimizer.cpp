@@ -1,7 +1,7 @@
-#include <trireme/grad/flat_optimizer.h>
+#include <trireme/optim/flat_optimizer.h>
 
 #include <trireme/common/error.h>
-#include <trireme/grad/write_gate.h>
+#include <trireme/optim/write_gate.h>
 #include <trireme/kernels/optimizer_step.h>
 
 #include <ATen/core/grad_mode.h>

@@ -1,4 +1,4 @@
-#include <trireme/module/deferred_batch_norm.h>
+#include <trireme/strategies/pipeline/deferred_batch_norm.h>
 
 #include <trireme/common/error.h>
 

@@ -1,4 +1,4 @@
-#include <trireme/grad/grad_norm.h>
+#include <trireme/optim/grad_norm.h>
 
 #include <trireme/common/error.h>
 

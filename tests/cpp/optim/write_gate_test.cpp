@@ -1,8 +1,8 @@
 // Who is asked before a C++ optimizer writes.
 
-#include <trireme/grad/write_gate.h>
+#include <trireme/optim/write_gate.h>
 
-#include <trireme/grad/flat_optimizer.h>
+#include <trireme/optim/flat_optimizer.h>
 
 #include <ATen/ATen.h>
 

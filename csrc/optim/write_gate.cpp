@@ -1,4 +1,4 @@
-#include <trireme/grad/write_gate.h>
+#include <trireme/optim/write_gate.h>
 
 #include <trireme/memory/tensor_registry.h>
 

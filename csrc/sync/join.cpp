@@ -1,4 +1,4 @@
-#include <trireme/grad/join.h>
+#include <trireme/sync/join.h>
 
 #include <trireme/comm/gather_texts.h>
 #include <trireme/common/exception_text.h>
