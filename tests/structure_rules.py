@@ -1,12 +1,15 @@
-"""The rules of structure, each a function of (path, text) that returns complaints."""
+"""The rules of structure, each a function of (path, text) that returns complaints.
+
+python -m tests.structure_rules    prints what is long or full. No rule limits these counts.
+"""
 
 import ast
-import io
 import re
-import tokenize
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # An arrow may only point to a lower number; folders of one number never include each other.
 LAYERS = {
@@ -25,18 +28,27 @@ LAYERS = {
 }
 # Inside comm arrows obey these; its own files are the contract.
 COMM_ROOMS = {"contract": 0, "c10d": 1, "threads": 1, "hosts": 2, "backend": 3, "launch": 4}
-MAX_FILE_LINES = 500
-MAX_SETUP_LINES = 150
-MAX_FUNCTION_LINES = 60
-MAX_TOP_FILES = 22  # counts python/trireme itself
-MAX_FLAT_TESTS = 20  # test files in tests/python itself
-MAX_PAIRS = 30  # counts sources and headers by one name in a folder of csrc
-MAX_PUBLIC_FUNCTIONS = 30
-MAX_MEMBERS = 25
-MAX_BINDING_LINES = 120  # an init_<area>() is a list of names, not logic
 REFUSED_WORDS = {"manager", "helper", "helpers", "util", "utils", "handler", "base", "new", "v2"}
 
 Rule = Callable[[PurePosixPath, str], list[str]]
+
+
+def sources(*patterns: str) -> Iterator[tuple[PurePosixPath, str]]:
+    for pattern in patterns:
+        for path in sorted(ROOT.glob(pattern)):
+            where = PurePosixPath(path.relative_to(ROOT).as_posix())
+            # An editable installation puts headers and libraries beside the Python sources.
+            if path.is_file() and where.parts[:3] not in (
+                ("python", "trireme", "include"),
+                ("python", "trireme", "lib"),
+            ):
+                yield where, path.read_text(encoding="utf-8")
+
+
+def core_sources() -> list[tuple[PurePosixPath, str]]:
+    """csrc without the declarations that stand in for Gloo's headers: those follow Gloo's names."""
+    found = sources("csrc/*/**/*.h", "csrc/*/**/*.cpp", "csrc/*/**/*.cu")
+    return [(path, text) for path, text in found if "gloo_shim" not in path.parts]
 
 
 def includes(text: str) -> list[str]:
@@ -99,7 +111,6 @@ PYTHON_HEADER = re.compile(
     r"(pybind11/|Python\.h|torch/csrc/utils/pybind|torch/csrc/autograd/python_|torch/python)"
 )
 TORCH_HEADER = re.compile(r"(ATen/|c10/|torch/)")
-GLOO_HOME = "comm/c10d/gloo_group.cpp"
 GLOO_HEADER = re.compile(r"(gloo/|torch/csrc/distributed/c10d/ProcessGroupGloo)")
 
 
@@ -180,11 +191,6 @@ def cpp_hygiene(path: PurePosixPath, text: str) -> list[str]:
     return found
 
 
-# Each comment is understood alone: it begins with a subject or a verb.
-LABEL = re.compile(
-    r"(of|the same|that,|that of|those of|as|by|or|and|whose|which)(?!\w)|with( [^\s:]+){1,8}:",
-    re.IGNORECASE,
-)
 LITERAL = re.compile(r"""'(\\.|[^'\\])'|"(\\.|[^"\\])*\"""")
 
 
@@ -203,28 +209,15 @@ def comments(text: str) -> list[tuple[int, str]]:
     return found
 
 
-def python_comments(text: str) -> list[tuple[int, str]]:
-    """Each comment of Python and its first line, in blocks like those of `comments`."""
-    found: list[tuple[int, str]] = []
-    block_end = 0
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            (number, column), words = token.start, token.string.lstrip("#").strip()
-            in_block = not token.line[:column].strip()
-            if in_block and number == block_end + 1:
-                found[-1] = (found[-1][0], f"{found[-1][1]} {words}")
-            else:
-                found.append((number, words))
-            block_end = number if in_block else 0
-    return found
+VERB = re.compile(r"(Is|Are|Has)\b")
 
 
 def comment_openings(path: PurePosixPath, text: str) -> list[str]:
-    read = python_comments if path.suffix in (".py", ".pyi") else comments
     return [
-        f"{path}:{number}: a comment opens with '{opening[0]}'; give it a subject or a verb"
-        for number, comment in read(text)
-        if (opening := LABEL.match(comment))
+        f"{path}:{number}: a comment opens with '{opening[0]}'; a noun phrase says what a type or "
+        "a member is, a verb says what a function does"
+        for number, comment in comments(text)
+        if (opening := VERB.match(comment))
     ]
 
 
@@ -241,41 +234,6 @@ def foreign_members(text: str, header: str, declared: set[str]) -> list[str]:
     member = r"^(?:[\w:<>,*&\s]+?[\s*&])?(\w+)::~?\w+\([^;]*?\{$"
     defined = set(re.findall(member, without_comments(text), re.MULTILINE))
     return sorted((defined & declared) - own)
-
-
-def class_bodies(text: str) -> dict[str, str]:
-    """The classes at namespace level of clang-formatted code, without what braces hold in them."""
-    bodies = {}
-    head = rf"^{CLASS}(?:\s+final)?(?:\s*:[^{{;]*)?\s*\{{(.*?)^\}};"
-    for match in re.finditer(head, without_comments(text), re.MULTILINE | re.DOTALL):
-        body, depth = [], 0
-        for letter in match[2]:
-            depth -= letter == "}"
-            if depth == 0:
-                body.append(letter)
-            depth += letter == "{"
-        bodies[match[1]] = match[0].split(maxsplit=1)[0] + "\n" + "".join(body)
-    return bodies
-
-
-NO_MEMBER = r"(using|friend|enum|struct|class|template|static_assert|typedef)\b"
-
-
-def class_size(body: str) -> tuple[int, int]:
-    """How many public functions, constructors and operators included, and data members it has."""
-    kind, _, rest = body.partition("\n")
-    is_public, functions, members = kind == "struct", 0, 0
-    for statement in re.split(r";|\{\}|(?<=:)\n", rest):
-        words = " ".join(statement.split())
-        if words in ("public:", "private:", "protected:"):
-            is_public = words == "public:"
-        elif not words or re.match(NO_MEMBER, words):
-            continue
-        elif "(" in words.split("=")[0] or "operator" in words:
-            functions += is_public and not words.endswith("= delete")
-        elif not words.startswith("static constexpr"):
-            members += 1
-    return functions, members
 
 
 NO_CODE = re.compile(
@@ -328,31 +286,6 @@ def twice_defined(headers: Mapping[PurePosixPath, str]) -> list[str]:
     return found
 
 
-def cpp_function_length(path: PurePosixPath, text: str) -> list[str]:
-    """In clang-formatted code a body at namespace level ends with a brace in the first column."""
-    limit = MAX_BINDING_LINES if home(path) == "bindings" else MAX_FUNCTION_LINES
-    found = []
-    start, head = 0, ""
-    for number, line in enumerate(text.splitlines(), 1):
-        if line == "}":
-            if re.search(r"\)[^;=]*\{$", head) and number - start > limit:
-                found.append(f"{path}:{start}: function of {number - start} lines")
-            head = ""
-        elif re.match(r"(namespace|class|struct|enum|union|extern|#|//|\};|\}  //)", line):
-            head = ""
-        elif re.match(r"\w", line):
-            start, head = number, line
-        elif head and not head.endswith("{"):
-            head += " " + line.strip()
-    return found
-
-
-def file_length(path: PurePosixPath, text: str) -> list[str]:
-    limit = MAX_SETUP_LINES if path.name == "setup.py" else MAX_FILE_LINES
-    lines = text.count("\n")
-    return [f"{path}: {lines} lines, at most {limit}; which noun moves out?"] * (lines > limit)
-
-
 def refused_names(path: PurePosixPath, _text: str) -> list[str]:
     words = {word for part in path.parts for word in part.split(".")[0].split("_")}
     return [
@@ -389,18 +322,6 @@ def unsafe_python(path: PurePosixPath, text: str) -> list[str]:
             if call == "torch.load" and not safe_load:
                 bad.add("torch.load without weights_only=True")
         found += [f"{path}:{getattr(node, 'lineno', 0)}: {name} at run time" for name in bad]
-    return found
-
-
-def python_function_length(path: PurePosixPath, text: str) -> list[str]:
-    found = []
-    for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not node.end_lineno:
-            continue
-        first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
-        lines = node.end_lineno - first.lineno + 1
-        if lines > MAX_FUNCTION_LINES:
-            found.append(f"{path}:{node.lineno}: function of {lines} lines")
     return found
 
 
@@ -474,5 +395,131 @@ def imports_of_tests(path: PurePosixPath, text: str) -> list[str]:
     return found
 
 
-def crowded(folder: str, names: list[str], limit: int) -> list[str]:
-    return [f"{folder}: {len(names)} files, at most {limit}; which room?"] * (len(names) > limit)
+def class_bodies(text: str) -> dict[str, str]:
+    """The classes at namespace level of clang-formatted code, without what braces hold in them."""
+    bodies = {}
+    head = rf"^{CLASS}(?:\s+final)?(?:\s*:[^{{;]*)?\s*\{{(.*?)^\}};"
+    for match in re.finditer(head, without_comments(text), re.MULTILINE | re.DOTALL):
+        body, depth = [], 0
+        for letter in match[2]:
+            depth -= letter == "}"
+            if depth == 0:
+                body.append(letter)
+            depth += letter == "{"
+        bodies[match[1]] = match[0].split(maxsplit=1)[0] + "\n" + "".join(body)
+    return bodies
+
+
+NO_MEMBER = r"(using|friend|enum|struct|class|template|static_assert|typedef)\b"
+
+
+def class_size(body: str) -> tuple[int, int]:
+    """How many public functions, constructors and operators included, and data members it has."""
+    kind, _, rest = body.partition("\n")
+    is_public, functions, members = kind == "struct", 0, 0
+    for statement in re.split(r";|\{\}|(?<=:)\n", rest):
+        words = " ".join(statement.split())
+        if words in ("public:", "private:", "protected:"):
+            is_public = words == "public:"
+        elif not words or re.match(NO_MEMBER, words):
+            continue
+        elif "(" in words.split("=")[0] or "operator" in words:
+            functions += is_public and not words.endswith("= delete")
+        elif not words.startswith("static constexpr"):
+            members += 1
+    return functions, members
+
+
+def cpp_functions(text: str) -> list[tuple[int, int, str]]:
+    """Lines, first line and name of each function at namespace level of clang-formatted code."""
+    found = []
+    start, head = 0, ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if line == "}":  # ends a body at namespace level
+            if re.search(r"\)[^;=]*\{$", head):
+                name = re.search(r"([\w:~]+)\(", head)
+                found.append((number - start, start, name[1] if name else ""))
+            head = ""
+        elif re.match(r"(namespace|class|struct|enum|union|extern|#|//|\};|\}  //)", line):
+            head = ""
+        elif re.match(r"\w", line):
+            start, head = number, line
+        elif head and not head.endswith("{"):
+            head += " " + line.strip()
+    return found
+
+
+def python_functions(text: str) -> list[tuple[int, int, str]]:
+    """Lines of the body without its docstring, first line and name of each function."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno:
+            first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
+            found.append((node.end_lineno - first.lineno + 1, node.lineno, node.name))
+    return found
+
+
+Row = tuple[int | str, ...]
+
+
+def print_table(title: str, head: Row, rows: Iterable[Row]) -> None:
+    """Numbers, then a column of words."""
+    cells = [[str(cell) for cell in row] for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    print(f"{title}\n")
+    for *numbers, words in cells:
+        row = [number.rjust(width) for number, width in zip(numbers, widths, strict=False)]
+        print("  ".join([*row, words]))
+    print()
+
+
+def main() -> None:
+    core = core_sources()
+    python = list(sources("python/**/*.py", "python/**/*.pyi"))
+    places = ("tests", "benchmarks", "examples")
+    kinds = ("h", "cpp", "cu", "py")
+    others = sources(*(f"{place}/**/*.{kind}" for place in places for kind in kinds), "setup.py")
+
+    stems: dict[str, set[str]] = {}
+    lines: dict[str, int] = {}
+    for path, text in (*core, *python):
+        folder = path.parent.as_posix()
+        stems.setdefault(folder, set()).add(path.stem)
+        lines[folder] = lines.get(folder, 0) + text.count("\n")
+    print_table(
+        "Folders. Pairs count a source and its header as one.",
+        ("pairs", "lines", "folder"),
+        [(len(stems[folder]), lines[folder], folder) for folder in sorted(stems)],
+    )
+
+    files = [(text.count("\n"), str(path)) for path, text in (*core, *python, *others)]
+    print_table("The longest files", ("lines", "file"), sorted(files, reverse=True)[:10])
+
+    for language, texts, functions in (
+        ("C++", core, cpp_functions),
+        ("Python", python, python_functions),
+    ):
+        found = [
+            (length, f"{path}:{line} {name}")
+            for path, text in texts
+            for length, line, name in functions(text)
+        ]
+        title = f"The longest functions of the library in {language}"
+        print_table(title, ("lines", "function"), sorted(found, reverse=True)[:10])
+
+    classes = [
+        (*class_size(body), f"{path} {name}")
+        for path, text in core
+        if path.suffix == ".h"
+        for name, body in class_bodies(text).items()
+    ]
+    classes.sort(key=lambda row: row[0] + row[1], reverse=True)
+    print_table(
+        "The largest classes, by both numbers together",
+        ("public functions", "members", "class"),
+        classes[:10],
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -9,8 +9,8 @@
 namespace trireme {
 namespace {
 
-// Many ranks that wait for a slow one must not keep the Store busy: each reads what a few others
-// say, and then the next few.
+// Many ranks that wait for a slow one must not keep the Store busy: each reads the words of a few
+// others, and then of the next few.
 constexpr size_t kWindow = 8;
 constexpr int64_t kLooksPerWindow = 3;
 

@@ -17,23 +17,23 @@ namespace trireme {
 //
 // Two ranks wait crosswise if each is in an operation to which the other one has not come: one
 // gathers a unit, say, and the other one reduces gradients by another group. Neither will ever go
-// on. So a rank whose wait takes long says at the Store, again and again, in which operation of
-// which group it waits, and how many it has started in each; and it looks there for others. Only
-// what another rank has said twice, while this one waited as well, counts: then both have waited at
-// one time, and what they have started cannot change any more.
+// on. So a rank whose wait takes long writes to the Store, again and again, in which operation of
+// which group it waits, and how many it has started in each; and it reads there what others wrote.
+// The words of another rank count only if it wrote them twice while this one waited as well: then
+// both have waited at one time, and what they have started cannot change any more.
 //
-// A step that goes well never comes here.
+// A step that goes well never gets here.
 
 // Watches the waits of this rank in several groups of the same ranks.
 class TRIREME_API CrossedWaits {
  public:
-  // Ranks leave word for each other at `meeting_place`, whose ranks are compared.
+  // Ranks exchange messages at `meeting_place`, whose ranks are compared.
   explicit CrossedWaits(std::shared_ptr<GroupHealth> meeting_place);
-  // Called alike on all ranks. Nothing is done for a progress that is there already.
+  // Watches one more sequence of operations, each only once. Called alike on all ranks.
   void add(std::shared_ptr<const Progress> progress);
 
-  // Called while a wait takes long, from time to time: names the rank with which this one waits
-  // crosswise, and what both wait for. Never throws.
+  // Returns the rank with which this one waits crosswise, and what both wait for, if there is one.
+  // Called from time to time while a wait takes long. Never throws.
   std::optional<std::string> look();
 
  private:
@@ -53,12 +53,12 @@ class TRIREME_API CrossedWaits {
 
   std::mutex mutex_;
   std::shared_ptr<GroupHealth> board_;
-  int64_t number_ = 0;  // tells this object apart
+  int64_t number_ = 0;  // this object's, among all of the group
   int64_t beat_ = 0;
   int64_t looks_ = 0;
   std::vector<std::shared_ptr<const Progress>> progress_;
   std::optional<Said> said_;               // this rank's words
-  std::vector<std::optional<Said>> read_;  // what the others have said since then
+  std::vector<std::optional<Said>> read_;  // what the others have said since
 };
 
 }  // namespace trireme

@@ -57,7 +57,7 @@ int64_t DepositStream::collect(const Sink& sink, at::ScalarType dtype, int64_t b
 }
 
 // Writes past the caches, by way of a piece that stays in the nearest one: the sums are not read
-// again before the optimizer runs, and what they would push out is.
+// again before the optimizer runs, whereas the data that they would push out are.
 void DepositStream::sum_up(std::byte* sums, at::ScalarType dtype, int64_t bytes,
                            const Sink* sink) const {
   constexpr int64_t kPieceBytes = 16 * 1024;

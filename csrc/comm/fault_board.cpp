@@ -23,9 +23,9 @@ constexpr const char* kFarewells = "trireme/farewells";
 const std::string kEnded = "ended";
 const std::string kFailed = "was ended";
 const std::string kModelGone = "let its model go";
-// For that long a rank that has left may take to end, and to show by which exit code.
+// How long a rank that has left may take to end, and to show its exit code.
 constexpr std::chrono::seconds kExit{2};
-// For that long a word may be on its way whose writer has ended.
+// How long a message may be on its way after its writer has ended.
 constexpr std::chrono::milliseconds kLastWord{200};
 
 std::string key_of(const char* what, int64_t rank) {
@@ -36,8 +36,8 @@ std::vector<uint8_t> to_bytes(const std::string& text) { return {text.begin(), t
 
 std::string to_text(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
 
-// Opens a connection of our own where the Store has connections: another thread of the program may
-// sit in a blocking get on the shared one for as long as it likes.
+// Opens another connection if the Store has connections: a thread of the program may block the
+// shared one in a get for as long as it likes.
 c10::intrusive_ptr<c10d::Store> own_connection(const c10::intrusive_ptr<c10d::Store>& store) {
   if (!store) return store;
   try {
@@ -47,7 +47,7 @@ c10::intrusive_ptr<c10d::Store> own_connection(const c10::intrusive_ptr<c10d::St
   }
 }
 
-// Says what another rank needs to find this process, if it runs on the same host.
+// Returns what another rank needs to find this process, if it runs on the same host.
 std::string own_process() {
   return std::to_string(::getpid()) + " " + shm::start_of(::getpid()) + " " + shm::pid_namespace() +
          " " + shm::host_boot();
@@ -63,7 +63,7 @@ struct LivingBoards {
   std::mutex mutex;
   std::set<FaultBoard*> all;
 
-  // Is what a board that is gone leaves to say at the end of the process.
+  // The message that a destroyed board leaves for the end of the process.
   struct LastWord {
     c10::intrusive_ptr<c10d::Store> store;
     std::string key;
@@ -80,7 +80,7 @@ LivingBoards& living_boards() {
 
 }  // namespace
 
-// Is what a rank said of its process, as far as this one can look at it.
+// The process of a rank, as far as this rank can look at it.
 struct FaultBoard::Process {
   pid_t pid = 0;
   std::string state;  // empty if it cannot be looked at: it runs elsewhere
@@ -135,7 +135,7 @@ FaultBoard::~FaultBoard() {
   }
 }
 
-// Says whether peers may wait for this rank by what this board belongs to.
+// Returns whether peers may wait for this rank by the group of this board.
 bool FaultBoard::is_missed() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return store_ && forks_ == forks_so_far() && started_ > 0 && !has_left_ && where_.world > 1;
@@ -176,7 +176,7 @@ void FaultBoard::post(const std::string& key, const std::string& words) noexcept
   if (!store_) return;
   try {
     store_->set(key, to_bytes(words));
-  } catch (...) {  // who waits for these words does so in vain, and says so
+  } catch (...) {  // a rank that waits for these words gives up in time, and says so
   }
 }
 
@@ -240,7 +240,7 @@ std::optional<std::string> FaultBoard::read(const char* what, int64_t rank) cons
   return to_text(store_->get(key));
 }
 
-// What is known of a rank that is missed.
+// What is known of a rank that is awaited.
 struct FaultBoard::Word {
   enum class Kind : uint8_t { kLeft, kLost, kOther };
   std::string text;
@@ -261,7 +261,7 @@ FaultBoard::Word FaultBoard::farewell_of(const std::string& name, const std::str
   return {name + deed, Word::Kind::kLeft};
 }
 
-// Returns it at the latest when the deadline has passed, and the time that an exit takes.
+// Returns at the latest when the deadline and the time that an exit takes have passed.
 FaultBoard::Word FaultBoard::word_of(int64_t peer, Clock::time_point deadline) const {
   using Kind = Word::Kind;
   const auto told = read("process", peer);

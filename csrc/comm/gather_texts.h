@@ -9,8 +9,8 @@
 
 namespace trireme {
 
-// Returns what every rank says, by rank. Collective: two small gathers over `device`, one if nobody
-// says anything.
+// Returns the text of every rank, by rank. Collective: two small gathers over `device`, one if all
+// texts are empty.
 TRIREME_API std::vector<std::string> gather_texts(const std::string& own,
                                                   Communicator& communicator, c10::Device device);
 

@@ -19,51 +19,51 @@ class HostGroup;
 class Segment;
 }  // namespace shm
 
-// Is memory that all ranks of a group map; or none, and why.
+// Memory that all ranks of a group map; or none, and the reason.
 struct SharedMemory {
   std::shared_ptr<const shm::Segment> segment = nullptr;
   std::string why_not = "the ranks do not share the memory of one host";
 };
 
-// Is memory that the ranks of a host map, where a group may have several hosts.
+// Memory that the ranks of one host map, in a group that may have several hosts.
 struct HostMemory {
   SharedMemory memory = {};
   RankOf where = {};  // this rank, among those that map it
 };
 
-// Lists CPU tensors, by the rank of a group that has their values.
+// CPU tensors, by the rank that holds their values.
 using PartsByRank = std::vector<std::vector<at::Tensor>>;
 
-// Is what ranks of a communicator can do because they share the memory of a host: all of them, or,
-// on several hosts, those of each. Every function but group() is collective over the communicator,
-// in one order with its verbs, and throws what a verb throws. One thread at a time may use it.
+// What ranks of a communicator can do because they share the memory of a host: all of them, or, on
+// several hosts, those of each. Every function but group() is collective over the communicator, in
+// one order with its verbs, and throws what a verb throws. One thread at a time may use it.
 class TRIREME_API Host {
  public:
   virtual ~Host() = default;
 
-  // Returns the ranks of this host as shared memory knows them.
+  // Returns the ranks of this host as a group of shm/.
   virtual shm::HostGroup& group() = 0;
 
-  // Makes a stream that deposits and collects (deposit_stream.h) through rings of `bytes` per rank.
-  // Null on all ranks where there are several hosts, or where a rank sees that their threads leave
-  // CPUs free: then a thread of the engine may as well move the data. Who wants deposits whoever
-  // moves them says `also_with_free_cpus`.
+  // Makes a stream of deposits (deposit_stream.h) through rings of `bytes` per rank. Returns null
+  // on all ranks if there are several hosts, or if a rank sees that their threads leave CPUs free:
+  // then a thread of the engine may as well move the data. `also_with_free_cpus` asks for a stream
+  // in that case, too.
   virtual std::unique_ptr<DepositStream> make_deposit_stream(int64_t bytes,
                                                              bool also_with_free_cpus) = 0;
 
   // Makes one run of `bytes` zeros (> 0, the same on all ranks) for all ranks, each rank's part of
-  // its pages on that rank's NUMA node. It lives as long as anybody holds it. Where one rank cannot
-  // have it none has, all are told the same reason, and the group goes on. In a forked child it is
-  // the parent's, not a copy.
+  // its pages on that rank's NUMA node. It lives as long as anything holds it. If one rank cannot
+  // have it none has, all get the same reason, and the group goes on. In a forked child it is the
+  // parent's memory, not a copy.
   virtual SharedMemory share_memory(int64_t bytes, std::string label) = 0;
-  // Makes one run for the ranks of each host, those of group(). Where one rank cannot have it, on
-  // any host, none has.
+  // Makes one run for the ranks of each host, those of group(). If one rank cannot have it, on any
+  // host, none has.
   virtual HostMemory share_host_memory(int64_t bytes, std::string label) = 0;
 
-  // Brings what each rank has to all, where it lies in memory of share_host_memory() already:
-  // parts[r] are what rank r of the communicator has, contiguous. Parts of other hosts come to
-  // their places, each byte once per host; of this host's nothing moves. Finished when all is
-  // there.
+  // Brings the values of each rank to all hosts, in memory of share_host_memory(): parts[r] are the
+  // values of rank r of the communicator, contiguous. Parts of other hosts are copied to their
+  // places, each byte once per host; parts of this host stay where they are. Finished when all
+  // parts are there.
   virtual Pending all_gather_in_host(PartsByRank parts, std::string label) = 0;
 };
 

@@ -19,7 +19,7 @@ using std::chrono::milliseconds;
 
 constexpr microseconds kFirstPause{50};
 constexpr microseconds kLongestPause{10'000};
-// These are those of c10d/c10d_wait.h.
+// The first two have the values of c10d/c10d_wait.h.
 constexpr milliseconds kFirstLook{1000};
 constexpr milliseconds kNextLook{250};
 constexpr milliseconds kLastWords{200};
@@ -49,7 +49,7 @@ std::vector<int64_t> MeetingPlace::meet(int64_t number, const std::string& what)
   const int64_t meeting = progress_->start();
   const std::string topic = std::to_string(meeting);
   board.post(key(topic, where.rank), std::to_string(number));
-  // All have come to the last meeting who come to this one, and have so left the one before.
+  // Ranks that come to this meeting have come to the last one, and so have left the one before.
   board.withdraw(key(std::to_string(meeting - 2), where.rank));
   WaitInProgress wait(*progress_, meeting);
   const auto deadline = Clock::now() + board.timeout();

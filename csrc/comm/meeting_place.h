@@ -12,24 +12,24 @@
 
 namespace trireme {
 
-// Lets the ranks of a group come together by their Store, where it is not certain that all of them
-// do: a verb of the group would meet some other verb of the ranks that do not, and mix up what both
-// move. Costs some round trips to the Store.
+// Lets the ranks of a group meet through their Store if it is not certain that all of them come: a
+// verb of the group would meet another verb of ranks that do not come, and mix up the data of both.
+// Costs some round trips to the Store.
 //
-// All ranks make their places of one group in one order.
+// All ranks make the places of one group in the same order.
 class TRIREME_API MeetingPlace {
  public:
-  // Without a health, or a Store, nobody can be met, and meet() returns no more than `number`.
+  // Without a health, or a Store, meet() returns `number` alone.
   explicit MeetingPlace(std::shared_ptr<GroupHealth> health);
 
-  // Returns when all ranks have come: the numbers that they bring, by rank. `what` names the
-  // occasion. Throws c10::DistBackendError with
-  // what a peer announced meanwhile, with what a watch of the group says, or, after the Store's
-  // timeout, with a rank that has not come.
+  // Waits until all ranks have come, and returns the numbers that they bring, by rank. `what` names
+  // the occasion. Throws c10::DistBackendError with the failure that a peer announced, with the
+  // reason that a watch of the group gives, or, after the Store's timeout, with a rank that has not
+  // come.
   std::vector<int64_t> meet(int64_t number, const std::string& what);
   const std::shared_ptr<Progress>& progress() const { return progress_; }
-  // Leaves `words` and returns those that all ranks have left within `patience`; empty for a rank
-  // that has left none. Once in the life of a place; never throws.
+  // Leaves `words` and returns the texts that all ranks have left within `patience`; empty for a
+  // rank that has left none. Called once per place; never throws.
   std::vector<std::string> exchange(const std::string& words, std::chrono::milliseconds patience);
 
  private:

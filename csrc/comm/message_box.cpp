@@ -17,15 +17,15 @@ namespace {
 
 constexpr const char* kBoxArea = "message_box";
 constexpr int64_t kMessages = 256;  // that a lane holds
-// A call without tensors, and an error that says why a larger message has no slot, get through.
+// Lets a call without tensors through, and an error that says why a larger message has no slot.
 constexpr int64_t kReserveBytes = 8 << 10;
-// An engine does not tell which of its messages have come; it keeps so much until it waits for one.
+// The most bytes in flight over an engine, which does not tell what has arrived.
 constexpr int64_t kBytesByEngine = 4 << 20;
-// Tensors of a message that is not larger are copied: its slot is free at once, and a queue of many
+// Tensors of a message up to this size are copied: its slot is free at once, and a queue of many
 // such messages takes no slot, and no file, each.
 constexpr size_t kSmallBytes = 64 << 10;
 constexpr std::chrono::seconds kSayAliveEvery{1};
-// Who has been silent for so long is told nothing: what it does not take would fill its lane.
+// Peers silent for so long get no heartbeat: messages that they do not take would fill their lane.
 constexpr std::chrono::seconds kSilent{10};
 
 void own_small_tensors(TensorMessage& message) {
@@ -37,8 +37,7 @@ void own_small_tensors(TensorMessage& message) {
     if (tensor.defined()) tensor = tensor.clone();
 }
 
-// These are all that messages of the box itself say; no other message has no tensors and such a
-// text.
+// The only messages that the box itself sends; no other message without tensors has such a text.
 constexpr std::string_view kHeartbeat{
     "\xff"
     "alive"};
@@ -143,7 +142,7 @@ MessageBox::~MessageBox() {
   }
 }
 
-// Ends lanes that nobody has ended, such as those between ranks that say nothing to each other. Two
+// Ends lanes that nothing has ended, such as those between ranks that exchange no messages. Two
 // threads that wait for each other's message would keep the group, and its memory, for ever.
 void MessageBox::end_silent_lanes() noexcept {
   for (const auto& lane : lanes_) {
@@ -234,7 +233,7 @@ std::vector<MessageBox::Arrival> MessageBox::take_arrivals() {
   return arrivals;
 }
 
-// What cannot be received ends the lane: its rank has gone with a message on its way.
+// Ends the lane if a message cannot be received: its rank has gone with the message on its way.
 void MessageBox::take_of(Lane& lane, std::vector<Arrival>& arrivals) {
   try {
     while (!lane.ended && lane.receiver->has_message().value_or(false)) {
@@ -254,7 +253,7 @@ void MessageBox::take_of(Lane& lane, std::vector<Arrival>& arrivals) {
   }
 }
 
-// Says whether something of that rank is there to be taken. Over an engine all that will come is
+// Returns whether a message of that rank is there to be taken. Over an engine all messages are
 // there once the lane's thread has said why the rank is gone.
 bool MessageBox::has_arrived(const Lane& lane) const {
   if (!lane.by_engine) return !lane.ended && lane.receiver->has_message().value_or(false);
@@ -275,7 +274,7 @@ std::vector<int64_t> MessageBox::look() {
     if (lane->place >= 0) absence = communicator_.host()->group().absence_of(lane->place);
     const std::lock_guard lock(lane->mutex);
     if (lane->why_gone.empty() && absence.empty()) continue;
-    if (has_arrived(*lane)) continue;  // what it posted before it went counts
+    if (has_arrived(*lane)) continue;  // messages posted before it went count
     if (lane->why_gone.empty()) lane->why_gone = absence;
     lane->was_reported = true;
     gone.push_back(lane->rank);

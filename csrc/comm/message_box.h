@@ -20,58 +20,58 @@ namespace trireme {
 // [Note: lanes of a message box]
 //
 // A box posts to any rank and takes from any rank, in no order but that of a pair: there is a lane,
-// a tensor_channel.h, from each rank to each other one. Through the memory of a host whoever takes
-// looks at all lanes, and sleeps on the bell of this rank, which each sender rings. Over an engine
-// a thread per lane receives, puts what came where take_arrivals() finds it, and rings the same
-// bell. An engine gives a receive up after its timeout, so that each box lets its peers hear of it
-// every second.
+// a tensor_channel.h, from each rank to each other one. Through the memory of a host, a thread that
+// takes looks at all lanes, and sleeps on the bell of this rank, which each sender rings. Over an
+// engine a thread per lane receives, puts each message where take_arrivals() finds it, and rings
+// the same bell. An engine gives a receive up after its timeout, so each box sends its peers a
+// heartbeat every second.
 
-// Takes messages of any rank, and posts them to any. Nothing here waits. Thread-safe.
+// Sends messages to any rank, and takes messages from any. Nothing here waits. Thread-safe.
 class TRIREME_API MessageBox {
  public:
-  // The communicator is used by nobody else and outlives the box. Collective; throws what
-  // make_channels() does. Memory per pair of ranks: 38 KiB, and what its messages take.
+  // The communicator is used by nothing else and outlives the box. Collective; throws what
+  // make_channels() does. Memory per pair of ranks: 34 KiB each way, and what its messages take.
   explicit MessageBox(Communicator& communicator);
   // A thread whose rank has not posted its last message is left behind: no engine ends a receive.
   ~MessageBox();
   MessageBox(const MessageBox&) = delete;
   MessageBox& operator=(const MessageBox&) = delete;
 
-  // Copies a message into the lane to another rank: what it holds may be written again. Returns
-  // false if the lane has no room (over an engine it waits then, as long as the group's timeout
-  // says). Throws c10::DistBackendError where that rank is gone, and TypeError for tensors that
-  // cannot be sent.
+  // Copies a message into the lane to another rank: its tensors may be written again. Returns false
+  // if the lane has no room (over an engine it waits then, as long as the group's timeout says).
+  // Throws c10::DistBackendError if that rank is gone, and TypeError for tensors that cannot be
+  // sent.
   bool try_post(int64_t to, const TensorMessage& message, const std::string& label);
   bool has_room(int64_t to) const;
-  // Says whether messages to a rank may have tensors on devices.
+  // Returns whether messages to a rank may have tensors on devices.
   bool reaches_devices(int64_t to) const;
 
   struct Arrival {
     int64_t from = 0;
     TensorMessage message = {};
   };
-  // Returns what has come, those of one rank in the order in which they were posted. Tensors that
-  // are small have memory of their own; who holds a larger one keeps the sender's memory.
+  // Returns the messages that have come, those of one rank in the order of posting. Small tensors
+  // have memory of their own; a larger one keeps the sender's memory.
   std::vector<Arrival> take_arrivals();
 
-  // Is rung when something has come, or a lane has room again. wake() rings it.
+  // Returns the bell that is rung when a message has come, or a lane has room. wake() rings it.
   shm::Bell& bell() { return *bell_; }
   void wake();
 
-  // Asks whether the other ranks are still there. Called every shm::kLookEvery by who waits.
-  // Returns those that are gone since the last call, and of which everything has been taken.
+  // Checks whether the other ranks are still there. Called every shm::kLookEvery by a thread that
+  // waits. Returns the ranks that are gone since the last call, once all their messages were taken.
   std::vector<int64_t> look();
-  // Says why nothing can be posted to a rank: "p1 has died: ..."; nothing while it is there.
+  // Returns why nothing can be posted to a rank: "p1 has died: ..."; nothing while it is there.
   std::optional<std::string> why_gone(int64_t rank) const;
-  // Says what a rank that does not answer is at: "it is alive (stopped)"; "" where nobody knows.
+  // Returns the state of a rank that does not answer: "alive (stopped)"; "" if it is not known.
   std::string state_of(int64_t rank) const;
   // Posts the last message to a rank. Returns false as try_post() does.
   bool try_end(int64_t to);
-  // Says whether that rank has posted its last message, and all before it were taken.
+  // Returns whether that rank has posted its last message, and all before it were taken.
   bool has_ended(int64_t rank) const;
 
-  // Returns false as long as a rank that is still there has not taken all that was posted to it;
-  // what it has not taken goes with the box. An engine may wait here.
+  // Returns false while a rank that is still there has not taken all that was posted to it;
+  // messages not taken are lost with the box. An engine may wait here.
   bool is_drained();
 
  private:
@@ -89,7 +89,7 @@ class TRIREME_API MessageBox {
   Communicator& communicator_;
   std::shared_ptr<TensorChannels> channels_;
   std::vector<std::shared_ptr<Lane>> lanes_;  // [rank]; null for this one
-  std::shared_ptr<Inbox> inbox_;              // serves engines
+  std::shared_ptr<Inbox> inbox_;              // for engines
   std::unique_ptr<shm::Bell> own_bell_;       // where there is no host
   shm::Bell* bell_ = nullptr;
   std::mutex taking_;

@@ -17,8 +17,8 @@ constexpr int64_t kHeadBytes = 2048;
 constexpr int64_t kLine = 64;
 constexpr int32_t kMagic = 0x6c6e6863;  // "chnl"
 
-// Begins each head; behind it, or in a message of its own, lie the description, the text and, from
-// the next multiple of 64 bytes on, the payload.
+// The head of each message; behind it, or in a message of its own, lie the description, the text
+// and, from the next multiple of 64 bytes on, the payload.
 struct WireHead {
   int32_t magic = kMagic;
   int32_t device = 0;    // torch's number of the type; 0 is the CPU
@@ -46,7 +46,7 @@ at::Tensor empty_bytes(int64_t bytes, c10::Device device) {
   return at::empty({bytes}, at::dtype(at::kByte).device(device));
 }
 
-// Says of which message an engine's error is.
+// Adds the name of the message to an engine's error.
 template <typename Call>
 auto name_errors(const std::string& what, const ChannelName& name, Call&& call) {
   try {

@@ -14,13 +14,13 @@ namespace trireme {
 // [Note: channels over engines]
 //
 // Each channel has a group of its own two ranks, so that no order between channels exists. A
-// message is a head of fixed size; what else is in CPU memory lies behind it or, where that is not
-// enough, in one message more. Tensors on a device follow in one that goes from device to device.
-// On the CPU the receiver posts the recv of the next head ahead, so that an engine which asks for
-// it before it sends (Gloo) need not; elsewhere it would hold up a stream of the device.
+// message is a head of fixed size; other data in CPU memory follow in the head or, if they do not
+// fit, in one message more. Tensors on a device follow in one message from device to device. On the
+// CPU the receiver posts the recv of the next head ahead, so that an engine which wants the recv
+// before the send (Gloo) need not wait; elsewhere that recv would hold up a stream of the device.
 
-// Sends to rank 1 of a communicator of two. At most `slots` sends are in flight, and no more than
-// one beyond `most_bytes`.
+// Sends to rank 1 of a communicator of two. At most `slots` sends are in flight, and at most one
+// beyond `most_bytes`.
 class EngineTensorSender final : public TensorSender {
  public:
   EngineTensorSender(std::shared_ptr<Communicator> pair, ChannelName name, int64_t slots,
@@ -51,7 +51,7 @@ class EngineTensorReceiver final : public TensorReceiver {
   EngineTensorReceiver(std::shared_ptr<Communicator> pair, ChannelName name);
 
   TensorMessage receive(int64_t step, int64_t micro_batch, const std::string& label) override;
-  void done_with_one() override {}  // a send is over when it is received
+  void done_with_one() override {}  // a send ends when it is received
   // Drops messages of earlier steps when they come.
   void forget_before(int64_t step) { first_step_ = step; }
 

@@ -10,15 +10,15 @@
 
 namespace trireme {
 
-// Holds messages to or from one rank, in the order in which they were issued.
+// The messages to or from one rank, in the order in which they were issued.
 class Messages : public Pending::State {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-  // Issues one message: a contiguous tensor with elements.
+  // Issues one message, a contiguous tensor with elements.
   using Issue = std::function<WorkPtr(const at::Tensor& moved)>;
 
   void send(const std::vector<at::Tensor>& tensors, const Issue& issue);
-  // What is not contiguous is filled when it is waited for.
+  // Fills a tensor that is not contiguous when it is waited for.
   void recv(const std::vector<at::Tensor>& tensors, const Issue& issue);
 
   bool done() const override;
@@ -31,7 +31,7 @@ class Messages : public Pending::State {
   struct Message {
     WorkPtr work;
     at::Tensor moved;
-    at::Tensor target;  // gets what has come, if that is not its own memory
+    at::Tensor target;  // gets the data received, if they are in other memory
   };
   std::vector<Message> messages_;
   size_t next_ = 0;

@@ -12,13 +12,13 @@
 
 namespace trireme {
 
-// Is a collective in flight. Move-only; dropping it does not cancel the collective (no c10d engine
+// A collective in flight. Move-only; dropping it does not cancel the collective (no c10d engine
 // can), but gives up its result. Not thread-safe: one thread waits.
 class TRIREME_API Pending {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // Is what an engine has to answer. `wait` returns when the tensors may be read on the caller's
+  // The part that an engine implements. `wait` returns when the tensors may be read on the caller's
   // thread (CPU) or by work enqueued on the caller's current stream (CUDA); it throws
   // c10::DistBackendError naming the operation when the operation failed.
   struct State {
@@ -39,7 +39,7 @@ class TRIREME_API Pending {
   void wait() {
     if (state_ != nullptr) state_->wait();
   }
-  // Says whether it is done before `patience` is over. Looks now and then; wait() must still
+  // Returns whether it is done before `patience` is over. Looks now and then; wait() must still
   // follow.
   bool comes_within(Clock::duration patience) const;
   std::vector<at::Tensor> result() {

@@ -8,8 +8,8 @@
 
 namespace trireme {
 
-// Says how far a rank has come in a sequence of operations to which all ranks of a group come in
-// one order, and in which of them it waits for longer than usual. Thread-safe.
+// How far a rank is in a sequence of operations that all ranks of a group run in one order, and in
+// which of them it waits for longer than usual. Thread-safe.
 class Progress {
  public:
   struct Stuck {
@@ -17,7 +17,7 @@ class Progress {
     std::string what;
   };
 
-  // Returns the number of the operation that begins; the first one is number 1.
+  // Returns the number of the operation that begins; the first is number 1.
   int64_t start() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return ++started_;
@@ -41,7 +41,7 @@ class Progress {
   std::optional<Stuck> stuck_;
 };
 
-// Is in scope while a rank waits; tells the progress when that takes long.
+// A scope in which a rank waits; takes_long() tells the progress of a long wait.
 class WaitInProgress {
  public:
   WaitInProgress(Progress& progress, int64_t number) : progress_(progress), number_(number) {}

@@ -43,7 +43,7 @@ Pending RecordingCommunicator::all_gather(std::vector<at::Tensor> outputs,
   note("all_gather", label, inputs);
   if (inner_) return inner_->all_gather(std::move(outputs), std::move(inputs), std::move(label));
   for (size_t i = 0; i < inputs.size(); ++i) {
-    // This copies, since the input may be a part of the output.
+    // A copy, since the input may be a part of the output.
     outputs[i].view({where_.world, -1}).copy_(inputs[i].view({1, -1}).clone());
   }
   return {};

@@ -7,7 +7,7 @@
 
 namespace trireme {
 
-// Is one verb as it went over the wire.
+// One verb that was called.
 struct WireRecord {
   std::string verb;  // "all_reduce", "broadcast", ...
   std::string label;
@@ -15,9 +15,9 @@ struct WireRecord {
   std::vector<std::string> dtypes;
 };
 
-// Is a Communicator for wire tests: notes every verb, then hands it to `inner`, or, without one,
-// plays a group in which every peer holds the same tensors as this rank (so sums multiply by
-// `world`, gathers repeat).
+// A Communicator for tests: notes every verb, then passes it to `inner`, or, without one, plays a
+// group in which every peer holds the same tensors as this rank (so sums multiply by `world`,
+// gathers repeat).
 class TRIREME_API RecordingCommunicator final : public Communicator {
  public:
   explicit RecordingCommunicator(std::shared_ptr<Communicator> inner);

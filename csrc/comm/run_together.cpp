@@ -8,7 +8,7 @@
 namespace trireme {
 namespace {
 
-// Says how a text begins; an empty one says that all went well.
+// First letters of the texts of ranks that threw; an empty text means success.
 constexpr char kValueError = 'v', kError = 'e';
 
 }  // namespace

@@ -11,17 +11,17 @@
 
 namespace trireme {
 
-// Names the first rank that could not do its part.
+// The first rank that could not do its part.
 struct RankFailure {
   int64_t rank = 0;
-  std::string text = {};  // what its exception says
+  std::string text = {};  // text of its exception
   bool is_value_error = false;
   std::exception_ptr own = {};  // the exception of this rank, if it has one
 };
 
-// Does what no rank may do unless all can: runs `work`, and tells every rank whether it threw
-// anywhere. What follows then (give up, throw `own` or an error that names the rank) is the
-// caller's. Collective: one gather_texts() over `device`.
+// Runs `work` on every rank, and tells all ranks whether it threw on any, for work that must
+// succeed on all. The caller decides what follows (give up, throw `own` or an error that names the
+// rank). Collective: one gather_texts() over `device`.
 TRIREME_API std::optional<RankFailure> run_together(const std::function<void()>& work,
                                                     Communicator& communicator, c10::Device device);
 

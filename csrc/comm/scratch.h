@@ -7,8 +7,8 @@
 
 namespace trireme {
 
-// Gives CPU memory for what is received before it is summed up: the last kKept blocks are used
-// again once nobody holds them, so that they stay the same warm pages. One thread at a time.
+// CPU memory for data that are received before they are summed up: the last kKept blocks are used
+// again once nothing holds them, so that they stay the same warm pages. One thread at a time.
 class Scratch {
  public:
   static constexpr size_t kKept = 2;

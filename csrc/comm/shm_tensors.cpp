@@ -15,7 +15,7 @@ shm::Piece piece_of(const at::Tensor& flat, int64_t begin, int64_t numel) {
   return {static_cast<std::byte*>(flat.data_ptr()) + begin * element, numel * element};
 }
 
-// Names bytes of the caller's, and where they stand among those of a rank.
+// A run of the caller's bytes, and its place among the bytes of a rank.
 struct Run {
   const std::byte* begin;
   const std::byte* end;
@@ -94,7 +94,7 @@ bool would_read_results(const std::vector<shm::Pieces>& outputs,
   if (written.empty()) return false;
   std::sort(written.begin(), written.end(),
             [](const Run& a, const Run& b) { return a.begin < b.begin; });
-  std::vector<const std::byte*> furthest;  // end of those up to each
+  std::vector<const std::byte*> furthest;  // the furthest end of the runs up to each
   for (const Run& run : written)
     furthest.push_back(furthest.empty() ? run.end : std::max(furthest.back(), run.end));
   for (const Run& read : runs_of(inputs)) {

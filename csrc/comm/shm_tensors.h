@@ -11,9 +11,9 @@ namespace trireme {
 
 shm::Dtype shm_dtype(at::ScalarType dtype);
 
-// Holds tensors as a collective reads or writes them: in their own memory where that is contiguous,
-// else in a copy that lives as long as this. Those of a list that is read and written are apart
-// from each other, if need be by copies.
+// Tensors as a collective reads or writes them: in their own memory if that is contiguous, else in
+// a copy that lives as long as this. Tensors of a list that is read and written do not overlap each
+// other, if need be by copies.
 class ShmTensors {
  public:
   enum class Use { kRead, kWrite, kReadWrite };
@@ -22,17 +22,17 @@ class ShmTensors {
   ShmTensors(const at::Tensor& tensor, Use use)
       : ShmTensors(std::vector<at::Tensor>{tensor}, use) {}
 
-  // Returns all of them, as one.
+  // Returns all tensors as one run of pieces.
   shm::Pieces pieces() const;
-  // Returns each by itself.
+  // Returns the pieces of each tensor by itself.
   std::vector<shm::Pieces> pieces_of_each() const;
-  // Returns the first tensor, flattened, in runs of that many elements.
+  // Returns the first tensor, flattened, in runs of `numels` elements.
   std::vector<shm::Pieces> ranges(const std::vector<int64_t>& numels) const;
   // Adds the first tensor, flattened, in as many equal parts as there are ranks: one more piece for
   // each.
   void add_parts(std::vector<shm::Pieces>& by_rank) const;
 
-  // Moves what is only read out of the way of what is written meanwhile, by copies of all.
+  // Copies all tensors, so that writes to other memory do not change what is read.
   void make_copies();
 
   // Brings results from copies to the caller's tensors.
@@ -44,9 +44,9 @@ class ShmTensors {
   Use use_;
 };
 
-// Says whether a collective that writes outputs[r] while it still reads inputs[r], in the order of
-// their bytes, may read what it has written. In place it does not: where a byte of inputs[r] lies
-// in outputs[r] at the same offset, it has been read by then.
+// Returns whether a collective that writes outputs[r] while it still reads inputs[r], in the order
+// of their bytes, may read a result. In place it does not: a byte of inputs[r] that lies in
+// outputs[r] at the same offset has been read before it is written.
 bool would_read_results(const std::vector<shm::Pieces>& outputs,
                         const std::vector<shm::Pieces>& inputs);
 

@@ -8,7 +8,7 @@
 namespace trireme {
 namespace {
 
-// Names ranks first, first + step, ...
+// Ranks first, first + step, ...
 struct Members {
   int64_t first = 0;
   int64_t count = 0;

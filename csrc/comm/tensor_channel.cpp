@@ -74,11 +74,11 @@ void check(const Requests& requests, RankOf where) {
   }
 }
 
-// Says for each request where its memory begins in that of its host; nothing for those whose ranks
-// are on different hosts.
+// Where the memory of each request begins in that of its host; nothing for requests between
+// different hosts.
 struct HostPlan {
   std::vector<std::optional<int64_t>> offsets;
-  int64_t bytes = 0;  // what the host with the most needs
+  int64_t bytes = 0;  // bytes of the host that needs most
 };
 
 HostPlan plan_of(const Requests& requests, Host* host) {
@@ -200,7 +200,7 @@ std::unique_ptr<TensorChannels> make_channels(Communicator& communicator,
                      "Free memory on that host."));
   }
   auto channels = std::make_unique<Channels>(communicator, requests.size());
-  // In one order on all ranks, so that no two wait for each other crosswise.
+  // Connects in one order on all ranks, so that no two wait for each other crosswise.
   const auto failed = run_together(
       [&] {
         for (size_t i = 0; i < requests.size(); ++i) {

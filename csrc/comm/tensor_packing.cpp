@@ -13,10 +13,10 @@
 namespace trireme {
 namespace {
 
-// So much would push out of the caches what the sender works on.
+// Tensors from this size on would push the sender's data out of the caches.
 constexpr size_t kLeavesCaches = size_t{8} << 20;
 
-// Returns a dtype of so many bytes that every operator knows, to copy others bit by bit.
+// Returns a dtype of that many bytes that every operator knows, to copy others bit by bit.
 at::ScalarType bits_of(int64_t element_bytes) {
   switch (element_bytes) {
     case 1:
@@ -41,7 +41,7 @@ at::Tensor as_bits(void* data, at::IntArrayRef sizes, at::IntArrayRef strides,
       .make_tensor();
 }
 
-// Copies a tensor to memory of its device where it has those strides.
+// Copies a tensor to memory of its device, laid out by `strides`.
 void copy_tensor(std::byte* place, const at::Tensor& given, at::IntArrayRef strides) {
   const at::Tensor tensor = is_resolved(given) ? given : resolved(given.detach());
   const auto* data = static_cast<const std::byte*>(tensor.const_data_ptr());

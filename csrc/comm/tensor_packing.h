@@ -19,26 +19,26 @@ namespace trireme {
 
 inline constexpr const char* kChannelArea = "tensor_channel";  // for errors
 
-// Describes one end of a channel, for messages.
+// One end of a channel, for messages.
 struct ChannelName {
   RankOf where = {};  // this rank
   int64_t peer = 0;
   std::string name = {};
 
-  // Says "send of 2F3 by channel 'stage 1 to stage 2' to rank 2".
+  // Returns "send of 2F3 by channel 'stage 1 to stage 2' to rank 2".
   std::string sending(const std::string& label) const;
-  // Says "receive of 2F3 by channel 'stage 1 to stage 2' from rank 1".
+  // Returns "receive of 2F3 by channel 'stage 1 to stage 2' from rank 1".
   std::string receiving(const std::string& label) const;
-  // Throws c10::DistBackendError unless what came is what was expected.
+  // Throws c10::DistBackendError unless the message is of the expected step and micro-batch.
   void check_came(const TensorMessage& came, int64_t step, int64_t micro_batch,
                   const std::string& label) const;
 };
 
-// Says why a tensor cannot be sent: "is nested", "has the layout Sparse"; empty if it can, unless
-// it is on a device.
+// Returns why a tensor cannot be sent: "is nested", "has the layout Sparse"; empty if it can,
+// unless it is on a device.
 TRIREME_API std::string why_not_sent(const at::Tensor& tensor);
 
-// Writes the tensors of a message as a description and payloads: one for those in CPU memory, and
+// Packs the tensors of a message as a description and payloads: one for those in CPU memory, and
 // one for those on a device. It is used again for the next message, so that it allocates little.
 class TensorPacking {
  public:
@@ -53,7 +53,7 @@ class TensorPacking {
   }
   int64_t payload_bytes() const { return packer_.payload_bytes(); }
   int64_t device_bytes() const { return packer_.device_bytes(); }
-  // Returns that of the tensors that are on one.
+  // Returns the device of the tensors that are on one.
   const std::optional<c10::Device>& device() const { return device_; }
   // Copies the tensors into payloads, aligned to 64 bytes.
   void copy_into(std::byte* payload, std::byte* on_device, const TensorMessage& message) const;
@@ -69,14 +69,14 @@ class TensorPacking {
   std::vector<int64_t> offsets_;
 };
 
-// Is a payload that came, and what keeps it.
+// A received payload, and its owner.
 struct ArrivedPayload {
   std::byte* memory = nullptr;
   int64_t bytes = 0;
   std::shared_ptr<void> keeps = nullptr;
 };
 
-// Is what came of the tensors of a message.
+// The received form of a message's tensors.
 struct ArrivedTensors {
   std::span<const int64_t> description;
   ArrivedPayload payload = {};
@@ -84,7 +84,7 @@ struct ArrivedTensors {
   c10::Device device = c10::kCPU;
 };
 
-// Makes tensors over the payloads. Returns false if the description is none.
+// Makes tensors over the payloads. Returns false for an invalid description.
 bool unpack_tensors(const ArrivedTensors& came, TensorMessage& message);
 
 }  // namespace trireme

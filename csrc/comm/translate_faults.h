@@ -6,8 +6,7 @@
 
 namespace trireme {
 
-// Calls `call`; what goes wrong in shm/ comes out as torch's users expect it, after note(fault) has
-// seen it.
+// Calls `call`; a fault of shm/ becomes c10d's exception, after note(fault) has seen it.
 template <typename Call, typename Note>
 auto translate_faults(Call&& call, const Note& note) {
   try {

@@ -5,16 +5,16 @@
 #include <sstream>
 #include <string>
 
-// Holds what the checks of several operators share.
+// The common part of the checks of several operators.
 namespace trireme {
 
-// The dtype may be real or complex: every kernel takes float32, float64, float16 and bfloat16.
+// Returns whether kernels take a dtype, real or complex: float32, float64, float16 and bfloat16.
 inline bool is_supported(at::ScalarType dtype) {
   const at::ScalarType real = c10::toRealValueType(dtype);
   return real == at::kFloat || real == at::kDouble || real == at::kHalf || real == at::kBFloat16;
 }
 
-// Joins whatever can be written to a stream, one behind the other.
+// Joins all parts as a stream writes them, one behind the other.
 template <typename... Parts>
 std::string text_of(const Parts&... parts) {
   std::ostringstream out;

@@ -39,8 +39,8 @@ const c10::TypedOperatorHandle<OutOfFlat>& unflatten_op() {
   return op;
 }
 
-// Is one kernel for all devices: it allocates, and leaves the rest to the device's flatten.into. An
-// empty list has no device of its own; the dispatcher then brings it here, too.
+// One kernel for all devices: allocates, and leaves the rest to the device's flatten.into. An empty
+// list has no device of its own; the dispatcher then calls this kernel, too.
 at::Tensor flatten_new(at::TensorList inputs, at::ScalarType dtype, double scale) {
   const at::TensorOptions options =
       inputs.empty() ? at::TensorOptions() : at::TensorOptions().device(inputs[0].device());
@@ -62,8 +62,8 @@ void fake_unflatten(const at::Tensor& flat, at::TensorList outputs, double /*sca
   check_flatten("unflatten", outputs, flat);
 }
 
-// In-place operators of torch move the version counter, so that a graph which saved the old values
-// notices.
+// Moves the version counter, as torch's in-place operators do, so that a graph which saved the old
+// values notices.
 void bump_version(const at::Tensor& tensor) { tensor.unsafeGetTensorImpl()->bump_version(); }
 
 template <const c10::TypedOperatorHandle<IntoFlat>& (*op)()>
@@ -129,8 +129,8 @@ TORCH_LIBRARY_IMPL(trireme, ADInplaceOrView, m) {
   m.impl("unflatten", &bump_outputs);
 }
 
-// Gradients and parameters pass through here, never what a graph is built of: asking for a
-// derivative raises.
+// Asking for a derivative raises: gradients and parameters pass through here, never tensors of
+// which a graph is built.
 TORCH_LIBRARY_IMPL(trireme, Autograd, m) {
   m.impl("flatten", torch::autograd::autogradNotImplementedFallback());
 }

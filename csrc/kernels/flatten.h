@@ -15,11 +15,11 @@ namespace trireme {
 // Common to all: every tensor is real or complex fp32, fp64, fp16 or bf16, all on one device,
 // non-overlapping and dense; each is taken in its own memory order (channels_last stays
 // channels_last). A complex element counts as two reals; `flat` is 1-D contiguous and holds as many
-// reals as the tensors together. Dtypes may differ within the list. What breaks this is a
-// ValueError, or a TypeError where it is the dtype or the layout. A tensor may be exactly its own
-// slice of `flat`; any other overlap is undefined. Arithmetic and rounding are those of span.h,
-// bitwise the same on every device except in the bits of a NaN. What is written has its version
-// counter moved; there is no derivative.
+// reals as the tensors together. Dtypes may differ within the list. Other tensors raise ValueError,
+// or TypeError for a wrong dtype or layout. A tensor may be exactly its own slice of `flat`; any
+// other overlap is undefined. Arithmetic and rounding are those of span.h, bitwise the same on
+// every device except in the bits of a NaN. Written tensors have their version counters moved;
+// there is no derivative.
 //
 // Cost: one pass. On the CPU shared among torch's intra-op threads; on CUDA one launch on the
 // current stream of the tensors' device per 512 tensors, asynchronous.

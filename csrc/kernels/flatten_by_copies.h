@@ -2,8 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 
-// Does the operators of flatten.h in terms of ATen, one or a few ATen calls per tensor: for devices
-// without a kernel of their own, and for CUDA where nvcc was missing at build time. Same arguments,
+// The operators of flatten.h in terms of ATen, one or a few ATen calls per tensor: for devices
+// without a kernel of their own, and for CUDA if nvcc was missing at build time. Same arguments,
 // checks and results.
 namespace trireme::by_copies {
 

@@ -5,8 +5,8 @@
 
 #include <string_view>
 
-// Checks the contract of flatten.h in every device's kernel, because an operator can be reached
-// past the functions of flatten.h. Both work on fake tensors with symbolic shapes.
+// The checks of flatten.h's contract, made by every device's kernel, because an operator can be
+// reached past the functions of flatten.h. Both work on fake tensors with symbolic shapes.
 namespace trireme {
 
 void check_flatten(std::string_view area, at::TensorList tensors, const at::Tensor& flat);

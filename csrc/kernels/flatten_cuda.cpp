@@ -11,8 +11,8 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
-// This is torch's side of the CUDA kernels: arguments, device and stream. It is compiled in every
-// build, without CUDA headers.
+// Torch's side of the CUDA kernels: arguments, device and stream. Compiled in every build, without
+// CUDA headers.
 namespace trireme::cuda {
 namespace {
 
@@ -41,7 +41,7 @@ void run(at::TensorList tensors, const at::Tensor& flat, FlattenMove move, doubl
   launch(table, move, flat.device());
 }
 
-// Says whether the kernels are there for that GPU. If not, says so once.
+// Returns whether the kernels are there for that GPU. If not, warns once.
 bool can_launch(c10::Device device) {
   static OncePerDevice devices;
   const char* reason =

@@ -7,12 +7,12 @@
 
 namespace trireme {
 
-// Keeps the answer to a question about devices of one type, each asked once (by several threads at
-// first perhaps), with the device current.
+// The answers to a question about devices of one type, each asked once (by several threads at first
+// perhaps), with the device current.
 class OncePerDevice {
  public:
-  // Returns what `ask()` said: the reason against, which lives for ever, or nullptr. `device` has a
-  // number.
+  // Returns the answer of `ask()`: the reason against, which lives for ever, or nullptr. `device`
+  // has a number.
   template <typename Question>
   const char* why_not(c10::Device device, Question ask) {
     std::atomic<const char*>& answer = answers_[static_cast<size_t>(device.index())];

@@ -2,12 +2,12 @@
 
 #include <trireme/kernels/optimizer_rows.h>
 
-// Does a step of one row in terms of ATen, some ten calls: for devices without a kernel of their
-// own, for CUDA where nvcc was missing at build time, and for tensor subclasses. Same results but
-// for rounding.
+// A step of one row in terms of ATen, some ten calls: for devices without a kernel of their own,
+// for CUDA if nvcc was missing at build time, and for tensor subclasses. Same results but for
+// rounding.
 namespace trireme::by_aten {
 
-// It is exported for the tests.
+// Exported for the tests.
 TRIREME_API void step(const OptimizerRow& row, const AdamScalars& scalars);
 TRIREME_API void step(const OptimizerRow& row, const SgdScalars& scalars);
 

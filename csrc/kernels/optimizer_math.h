@@ -5,12 +5,12 @@
 
 #include <cmath>
 
-// Does the update of one element, for every device. Operations have torch's order (its fused CPU
-// kernels), and Math::multiply_add stands where its compiler fuses a product into a sum; so results
-// have torch's bits, if the compiler fuses nothing else (-ffp-contract=off, -fmad=false).
+// The update of one element, for every device. Operations have torch's order (its fused CPU
+// kernels), and Math::multiply_add is used where its compiler fuses a product into a sum; so
+// results have torch's bits, if the compiler fuses nothing else (-ffp-contract=off, -fmad=false).
 namespace trireme {
 
-// Holds the scalars in T, the type computed in: fp64 for fp64 parameters, else fp32.
+// The scalars in T, the type computed in: fp64 for fp64 parameters, else fp32.
 template <typename T>
 struct AdamFactors {
   T grad_factor;  // sign included
@@ -81,7 +81,7 @@ TRIREME_HOST_DEVICE void set_step(AdamScalars& scalars, double step) {
   scalars.root_scale = std::sqrt(1 - std::pow(scalars.beta2, step));
 }
 
-// Says which parts of an update there are; each combination has a separate loop.
+// The parts of an update; each combination has a separate loop.
 struct AdamParts {
   bool l2;
   bool amsgrad;

@@ -56,7 +56,7 @@ bool is_dense(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() && is_resolved(tensor);
 }
 
-// Strides of dimensions of one element may differ for the same order.
+// Returns whether memory orders match; strides of dimensions of one element may differ.
 bool is_in_order_of(const at::Tensor& pattern, const at::Tensor& tensor) {
   if (pattern.is_contiguous()) return tensor.is_contiguous();
   return tensor.strides() == pattern.strides();

@@ -4,10 +4,10 @@
 
 #include <cstdint>
 
-// Holds what the optimizers' kernels take, without torch, so that .cu files see it too.
+// The arguments of the optimizers' kernels, without torch, so that .cu files see them too.
 namespace trireme {
 
-// Holds the options of torch.optim.Adam and AdamW, by their names.
+// The options of torch.optim.Adam and AdamW, by their names.
 struct AdamStepOptions {
   double lr = 1e-3;
   double beta1 = 0.9;
@@ -19,7 +19,7 @@ struct AdamStepOptions {
   bool maximize = false;
 };
 
-// Holds the options of torch.optim.SGD.
+// The options of torch.optim.SGD.
 struct SgdStepOptions {
   double lr = 1e-3;
   double momentum = 0;
@@ -30,13 +30,13 @@ struct SgdStepOptions {
   bool first_step = false;  // momentum_buffer holds zeros and becomes the gradient, not dampened
 };
 
-// Holds the options of torch.optim.Adagrad, by their names, without decays.
+// The options of torch.optim.Adagrad, by their names, without decays.
 struct AdagradStepOptions {
   double lr = 1e-2;
   double eps = 1e-10;
 };
 
-// Names adjacent elements of one parameter with what belongs to them; not owned. The states are
+// Adjacent elements of one parameter with their gradient and states; not owned. The states are
 // fp32, or fp64 for an fp64 parameter. SGD keeps momentum_buffer in `exp_avg`, Adagrad the sum of
 // squares in `exp_avg_sq`.
 struct OptimizerSegment {
@@ -48,13 +48,13 @@ struct OptimizerSegment {
   int64_t numel = 0;
 };
 
-// Holds what a step computes once for all elements.
+// The numbers that a step computes once for all elements.
 struct AdamScalars {
   double lr;
   double beta1;
   double beta2;
   double eps;
-  double grad_factor;  // what gradients are multiplied by first
+  double grad_factor;  // multiplies gradients first
   double grad_sign;    // -1 to maximize
   double shrink;       // decoupled weight decay: 1 - lr * weight_decay
   double l2;           // the other weight decay
@@ -83,7 +83,7 @@ struct AdagradScalars {
   bool write_grad;
 };
 
-// These compute the numbers of a step in fp64, as torch does; `step` counts from 1.
+// Compute the numbers of a step in fp64, as torch does; `step` counts from 1.
 TRIREME_API AdamScalars adam_scalars(const AdamStepOptions& options, double step);
 TRIREME_API SgdScalars sgd_scalars(const SgdStepOptions& options);
 TRIREME_API AdagradScalars adagrad_scalars(const AdagradStepOptions& options);

@@ -11,7 +11,7 @@
 namespace trireme {
 namespace {
 
-// Is the place of a number in a list of options.
+// The name and value of an option.
 using NamedOption = std::pair<const char*, double>;
 
 std::string call_text(const char* name, std::initializer_list<NamedOption> options) {

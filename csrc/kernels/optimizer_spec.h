@@ -13,8 +13,8 @@
 
 namespace trireme {
 
-// Holds the options of torch's optimizers, by their names, for values that a strategy keeps and
-// steps itself: it has no torch::optim::Optimizer, since no rank has all of the state.
+// The options of torch's optimizers, by their names, for values that a strategy keeps and steps
+// itself: it has no torch::optim::Optimizer, since no rank has all of the state.
 struct SgdSpec {
   double lr = 1e-3;
   double momentum = 0;
@@ -38,19 +38,19 @@ struct AdagradSpec {
   double lr = 1e-2;
   double eps = 1e-10;
 };
-// Is Adagrad with one sum per row of a table: of the mean of the squares of the row's gradient, as
+// Adagrad with one sum per row of a table: of the mean of the squares of the row's gradient, as in
 // FBGEMM's EXACT_ROWWISE_ADAGRAD.
 struct RowwiseAdagradSpec {
   double lr = 1e-2;
   double eps = 1e-10;
 };
-// Adds what is pushed to the values, as it is.
+// An update that adds pushed gradients to the values, without a learning rate.
 struct SumSpec {};
 
 using OptimizerSpec =
     std::variant<SgdSpec, AdamSpec, AdamWSpec, AdagradSpec, RowwiseAdagradSpec, SumSpec>;
 
-// Writes as many digits as tell two numbers apart.
+// Returns as many digits as tell two numbers apart.
 TRIREME_API std::string digits_of(double value);
 // Returns what is wrong with the options, as "got Adam(lr=-1, ...) with lr < 0, expected ...";
 // empty if nothing is.
@@ -60,20 +60,20 @@ TRIREME_API std::string to_string(const OptimizerSpec& spec);
 // Returns "SGD", and its options in their order.
 TRIREME_API std::string name_of(const OptimizerSpec& spec);
 TRIREME_API std::vector<double> options_of(const OptimizerSpec& spec);
-// Makes one of these; nothing for another name, or another number of options.
+// Makes a spec; nothing for another name, or another number of options.
 TRIREME_API std::optional<OptimizerSpec> optimizer_spec_of(std::string_view name,
                                                            const std::vector<double>& options);
 // Returns the learning rate; 1 for a sum, which has none.
 TRIREME_API double learning_rate_of(const OptimizerSpec& spec);
 TRIREME_API bool has_learning_rate(const OptimizerSpec& spec);
-// Returns how many states there are: 0, 1 or 2.
+// Returns the number of states: 0, 1 or 2.
 TRIREME_API int64_t count_states(const OptimizerSpec& spec);
-// Returns what torch's optimizers call them: "momentum_buffer", "exp_avg", "exp_avg_sq", "sum".
+// Returns the names of the states in torch: "momentum_buffer", "exp_avg", "exp_avg_sq", "sum".
 TRIREME_API std::vector<std::string> names_of_states(const OptimizerSpec& spec);
-// Says whether values are stepped row by row: a state has one element per row then, else as many as
-// the values.
+// Returns whether values are stepped row by row: a state has one element per row then, else as many
+// as the values.
 TRIREME_API bool is_rowwise(const OptimizerSpec& spec);
-// Sets the states of a segment: `state_at(i)` is where state i lies.
+// Sets the states of a segment; `state_at(i)` returns the memory of state i.
 template <typename StateAt>
 void set_states(OptimizerSegment& segment, const OptimizerSpec& spec, const StateAt& state_at) {
   const int64_t states = count_states(spec);
@@ -85,7 +85,7 @@ void set_states(OptimizerSegment& segment, const OptimizerSpec& spec, const Stat
   }
 }
 
-// Describes one step of adjacent elements.
+// One step of adjacent elements.
 struct SpecStep {
   double lr = 0;      // in place of the spec's
   int64_t step = 1;   // counts from 1

@@ -140,7 +140,7 @@ void run_on_cpu(const OptimizerBatch& batch, const SgdScalars& scalars) {
 
 // --- what they share -----------------------------------------------------------------------------
 
-// Is GradScale as the host sees it; reading it waits for the device that holds it.
+// GradScale as the host sees it; reading it waits for the device that holds it.
 struct HostScale {
   double factor = 1;
   bool write_grad = false;
@@ -154,7 +154,7 @@ HostScale read(const GradScale& scale) {
   return host;
 }
 
-// Counts one more step on a counter of the host, or one that ATen has to be asked for.
+// Counts one more step on a counter of the host, or on one that needs ATen.
 double count_up(const at::Tensor& counter) {
   if (counter.is_cpu() && counter.scalar_type() == at::kFloat && counter.numel() == 1) {
     bump_if_counted(counter);
@@ -243,7 +243,7 @@ class Step {
     return batches_.back();
   }
 
-  // Counts steps before the kernels read them. Where found_inf stops these, nothing is counted
+  // Counts steps before the kernels read them. If found_inf stops the kernels, counts nothing
   // either.
   void count_up_on_devices() {
     if (counters_.empty()) return;

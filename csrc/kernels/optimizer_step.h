@@ -20,17 +20,17 @@ namespace trireme {
 
 // --- lists of tensors, on any devices ------------------------------------------------------------
 
-// Entry i of each list belongs to parameter i and has its shape. Memory that is not dense, or not
-// in the order of the parameter's, is copied there and back.
+// Lists whose entry i belongs to parameter i and has its shape. Memory that is not dense, or not in
+// the order of the parameter's, is copied there and back.
 struct AdamLists {
   at::TensorList params;
   at::TensorList grads;
   at::TensorList exp_avgs;
   at::TensorList exp_avg_sqs;
   at::TensorList max_exp_avg_sqs;  // empty unless amsgrad
-  // These count the steps that parameter i has seen, this one included: tensors of one fp32 or fp64
-  // each, which are counted up here, on the CPU or (then fp32) on the device of a CUDA parameter;
-  // or else numbers.
+  // The number of steps of each parameter, this one included: tensors of one fp32 or fp64 each,
+  // which are counted up here, on the CPU or (then fp32) on the device of a CUDA parameter; or else
+  // numbers.
   at::TensorList steps;
   c10::ArrayRef<int64_t> step_numbers;
 };
@@ -41,18 +41,18 @@ struct SgdLists {
   at::TensorList momentum_buffers;  // empty without momentum
 };
 
-// Says what happens to gradients on their way in, without a pass of its own.
+// The factors of incoming gradients, applied without a pass of their own.
 struct GradScale {
   double factor = 1;  // multiplies them, for instance a clipping coefficient
-  // These are torch's GradScaler's: gradients are multiplied by 1 / grad_scale and, as by torch's
-  // fused optimizers, stored; nothing at all happens if found_inf is not 0. One element each;
-  // absent if undefined.
+  // torch's GradScaler's: gradients are multiplied by 1 / grad_scale and, as by torch's fused
+  // optimizers, stored; nothing at all happens if found_inf is not 0. One element each; absent if
+  // undefined.
   at::Tensor grad_scale;
   at::Tensor found_inf;
 };
 
-// Throws ValueError or TypeError naming the index of the parameter, before anything is written.
-// Moves the version counters of what it writes; records nothing for autograd.
+// Step all parameters. Throw ValueError or TypeError naming the index of the parameter, before
+// anything is written. Move the version counters of written tensors; record nothing for autograd.
 //
 // Cost on the CPU: one pass, shared among torch's intra-op threads; some 100 ns per parameter
 // besides. On CUDA one launch per device, dtype and 512 parameters on the current stream,
@@ -64,7 +64,7 @@ TRIREME_API void sgd_step(const SgdLists& lists, const SgdStepOptions& options,
 
 // --- segments in CPU memory ----------------------------------------------------------------------
 
-// Names the real dtypes of all segments of a call.
+// The real dtypes of all segments of a call.
 struct SegmentDtypes {
   at::ScalarType param;
   at::ScalarType grad;
@@ -75,8 +75,8 @@ struct SegmentDtypes {
 // Returns fp64 for fp64, else fp32; complex if the parameter is.
 TRIREME_API at::ScalarType optimizer_state_dtype(at::ScalarType param);
 
-// Is what an optimizer class is derived from that keeps states of that dtype; torch's own have the
-// dtype of their parameter.
+// The base of optimizers that keep states of that dtype; states of torch's own have the dtype of
+// their parameter.
 class TRIREME_API KeepsWideStates {
  public:
   virtual ~KeepsWideStates() = default;
@@ -86,18 +86,18 @@ class TRIREME_API KeepsWideStates {
 TRIREME_API OptimizerSegment slice(const OptimizerSegment& segment, SegmentDtypes dtypes,
                                    int64_t begin, int64_t end);
 
-// These step segments, for instance the shards of a rank, without dispatcher or checks: no state
-// may be nullptr that the scalars ask for, and nothing may overlap. More than 32768 elements in all
-// are shared among the threads of torch's intra-op pool.
+// Step segments, for instance the shards of a rank, without dispatcher or checks: no state may be
+// nullptr that the scalars ask for, and nothing may overlap. More than 32768 elements in all are
+// shared among the threads of torch's intra-op pool.
 TRIREME_API void adam_segments(c10::ArrayRef<OptimizerSegment> segments, SegmentDtypes dtypes,
                                const AdamScalars& scalars);
 TRIREME_API void sgd_segments(c10::ArrayRef<OptimizerSegment> segments, SegmentDtypes dtypes,
                               const SgdScalars& scalars);
 
-// These step one segment on the calling thread, for chunks that the caller has just made: a call
-// costs some 20 ns besides its elements, and the scalars are those of the whole step. AdamW is Adam
-// whose scalars come from options with decoupled_weight_decay. Adagrad comes within 1 ulp of
-// torch's in an fp32 parameter.
+// Step one segment on the calling thread, for chunks that the caller has just made: a call costs
+// some 20 ns besides its elements, and the scalars are those of the whole step. AdamW is Adam whose
+// scalars come from options with decoupled_weight_decay. Adagrad comes within 1 ulp of torch's in
+// an fp32 parameter.
 TRIREME_API void adam_segment(const OptimizerSegment& segment, SegmentDtypes dtypes,
                               const AdamScalars& scalars);
 TRIREME_API void sgd_segment(const OptimizerSegment& segment, SegmentDtypes dtypes,

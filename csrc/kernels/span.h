@@ -9,7 +9,7 @@
 
 namespace trireme {
 
-// Names adjacent real numbers in memory, not owned: fp32, fp64, fp16 or bf16.
+// Adjacent real numbers in memory, not owned: fp32, fp64, fp16 or bf16.
 struct ConstSpan {
   const void* data;
   at::ScalarType dtype;
@@ -45,8 +45,8 @@ TRIREME_API Span span_of(const at::Tensor& tensor);
 // torch's own casts. More than 32768 elements are shared among the threads of torch's intra-op
 // pool. Both throw c10::Error if a dtype is none of the four or if the lengths differ.
 
-// Sets dst = cast(scale * src). Of the same dtype and with scale 1 it is a copy of the bytes. `dst`
-// and `src` may be the same memory if they have the same dtype; otherwise they must not overlap.
+// Sets dst = cast(scale * src). With one dtype and scale 1 it copies the bytes. `dst` and `src` may
+// be the same memory if they have the same dtype; otherwise they must not overlap.
 TRIREME_API void scaled_copy(Span dst, ConstSpan src, double scale);
 
 // Sets dst += cast(scale * src): the product is rounded to dst's dtype, then the sum is. No

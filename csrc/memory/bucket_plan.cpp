@@ -91,8 +91,8 @@ BucketPlan make_bucket_plan(const BucketPlanRequest& request) {
   filler.close();
   std::vector<PlannedBucket> leading = filler.take();
 
-  // A bucket is ready when its last gradient is; those left open for the end of the list may be
-  // ready earlier than one that closed before them.
+  // Sorts buckets by their last gradients: a bucket left open until the end of the list may be
+  // ready earlier than one that closed before it.
   std::vector<int64_t> place(request.parameters.size(), 0);
   for (size_t i = 0; i < request.order.size(); ++i) {
     place[static_cast<size_t>(request.order[i])] = static_cast<int64_t>(i);

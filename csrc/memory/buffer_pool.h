@@ -12,9 +12,9 @@
 
 namespace trireme {
 
-// Lends blocks of memory of one device that are taken and given back all the time (unsharded
+// A pool of memory blocks of one device that are taken and given back all the time (unsharded
 // parameters, gradients on their way), so that they stay the same warm pages. On CPU it keeps up to
-// kIdle blocks that nobody uses (at first); other devices have such a pool already, their
+// kIdle blocks that are not in use (at first); other devices have such a pool already, their
 // allocator, which is asked each time.
 //
 // Thread-safe. Blocks may outlive the pool.
@@ -33,15 +33,15 @@ class TRIREME_API BufferPool {
   // Takes memory as a contiguous tensor, whose storage gives it back.
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, const char* label);
 
-  // Says where blocks come from, from now on, if not from the device's allocator. A source throws
-  // c10::Error where it has none. Blocks that are idle go.
+  // Sets the source of further blocks, in place of the device's allocator. A source throws
+  // c10::Error if it has no memory. Idle blocks are freed.
   using Source = std::function<at::DataPtr(int64_t bytes)>;
   void set_source(Source source);
 
-  // Keeps up to so many idle blocks from now on; gives up the others.
+  // Keeps up to that many idle blocks from now on; frees the others.
   void keep_idle(int64_t blocks);
 
-  // These return the bytes that are taken now, and the most that ever were.
+  // Return the bytes that are taken now, and the most that ever were.
   int64_t taken_bytes() const;
   int64_t most_taken_bytes() const;
 

@@ -23,7 +23,7 @@ at::Tensor lazy_zeros(int64_t numel, at::ScalarType dtype, c10::Device device) {
       OutOfMemoryError, pages != MAP_FAILED,
       error_text("flat_buffer", "got no address space for " + std::to_string(bytes) + " bytes", {},
                  "Raise the limit of virtual memory (ulimit -v)."));
-  // A huge page would take in what belongs to others.
+  // A huge page would include memory of others.
   ::madvise(pages, bytes, MADV_NOHUGEPAGE);
   return at::from_blob(pages, {numel}, [bytes](void* mapped) { ::munmap(mapped, bytes); }, options);
 }

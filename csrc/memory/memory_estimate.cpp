@@ -16,7 +16,7 @@ namespace {
 constexpr std::string_view kEstimateArea = "memory_estimate";
 constexpr int64_t kKiB = 1024;
 constexpr int64_t kMiB = 1024 * kKiB;
-// grad/stream_wire.cpp has a ring of each rank, to which whole gradients go of few ranks only.
+// grad/stream_wire.cpp has a ring of each rank, used for whole gradients of few ranks only.
 constexpr int64_t kDepositRing = 8 * kMiB;
 constexpr int64_t kMostStreamingRanks = 4;
 // shm/host_group.cpp has slots and counters of each rank.
@@ -29,7 +29,7 @@ constexpr int64_t kCounters = 16 * kKiB;
 // their way.
 constexpr int64_t kBucket = 25 * kMiB;
 constexpr int64_t kBuckets = 3;
-// comm/scratch.h holds what comes in over Gloo before it is summed up.
+// comm/scratch.h holds data received over Gloo before they are summed up.
 constexpr int64_t kScratchBlocks = 2;
 // param/prefetch.h lets one unit compute while the next one is on its way.
 constexpr int64_t kGatheredUnits = 2;
@@ -47,7 +47,7 @@ Value named(const std::array<std::pair<std::string_view, Value>, count>& values,
   C10_THROW_ERROR(ValueError, error_text(kEstimateArea, text, {}, "Give one of these names."));
 }
 
-// Holds the bytes of the fullest rank, and of the fullest host.
+// The bytes of the fullest rank, and of the fullest host.
 struct Spread {
   int64_t rank = 0;
   int64_t host = 0;
@@ -226,7 +226,7 @@ void check_range(const MemoryRequest& request) {
   for (const ParameterInfo& parameter : request.parameters) {
     numel += static_cast<double>(parameter.numel);
   }
-  // The widest element has 16 bytes, a store wastes 64 per parameter; the rest is room to spare.
+  // The widest element has 16 bytes, a store wastes 64 per parameter; the rest is a margin.
   const double of_element =
       128 + static_cast<double>(request.optimizer.bytes.value_or(request.optimizer.tensors * 16));
   const double of_rank = (numel + static_cast<double>(request.world)) * of_element +
@@ -302,7 +302,7 @@ bool fits(const MemoryEstimate& estimate, MemoryLimit limit) {
   return (limit.of_rank ? estimate.rank : estimate.host).total() <= limit.bytes;
 }
 
-// What a host keeps does not grow with the number of hosts, from two on.
+// Searches by hosts: from two on, the bytes of a host do not grow with their number.
 std::optional<int64_t> fewest_ranks(const MemoryRequest& request, MemoryLimit limit) {
   constexpr int64_t kMostHosts = int64_t{1} << 20;
   if (limit.bytes < 0) {

@@ -22,7 +22,7 @@ int64_t bytes_of(const ParameterInfo& parameter, int64_t numel) {
   return numel * static_cast<int64_t>(c10::elementSize(parameter.dtype));
 }
 
-// Returns what of [0, numel) lies in [begin, end).
+// Returns the part of [0, numel) in [begin, end).
 ShardRange within(int64_t numel, int64_t begin, int64_t end) {
   const int64_t first = std::max<int64_t>(begin, 0);
   const int64_t last = std::min(end, numel);

@@ -14,29 +14,29 @@
 
 namespace trireme {
 
-// Orders copies between a device and the CPU's memory, which run beside what the device computes:
-// what one stream hands to another, and what streams hand to the CPU. On CPU, which has no streams,
-// work is done at once and there is nothing to wait for.
+// Orders copies between a device and the CPU's memory, which run beside the device's computations:
+// between two streams, and between streams and the CPU. On CPU, which has no streams, work is done
+// at once and there is nothing to wait for.
 //
 // One thread at a time.
 class TRIREME_API StreamHandoff {
  public:
   explicit StreamHandoff(c10::Device device) : device_(device) {}
 
-  // Calls `work` with another stream as the current one. What it enqueues comes after what the
-  // caller's stream was given so far, and beside what that is given next, until join(). It counts
-  // as noted.
+  // Calls `work` with another stream as the current one. Its work comes after all earlier work of
+  // the caller's stream, and runs beside that stream's later work, until join(). It counts as
+  // noted.
   void beside(const std::function<void()>& work);
-  // Makes what the caller's current stream is given next come after all that beside() was given.
+  // Makes later work of the caller's current stream wait for all work of beside().
   void join();
 
-  // Notes what the caller's current stream was given so far, for wait().
+  // Notes the work of the caller's current stream so far, for wait().
   void note();
-  // Waits on the CPU until all that was noted is done.
+  // Waits on the CPU until all noted work is done.
   void wait();
 
-  // Called in beside(): the memory of `tensor` stays until the current stream has done what it was
-  // given so far, whoever frees it.
+  // Called in beside(): keeps the memory of `tensor`, even if it is freed, until the current stream
+  // has done its work so far.
   static void keep(const at::Tensor& tensor);
 
  private:

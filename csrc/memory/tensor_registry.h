@@ -11,11 +11,11 @@
 
 namespace trireme {
 
-// Holds who is responsible for a tensor, and keeps neither of them alive. Thread-safe.
+// The owners of tensors; keeps neither owners nor tensors alive. Thread-safe.
 template <typename Owner>
 class TensorRegistry {
  public:
-  // Says that from now on it is `owner`, for as long as that lives.
+  // Makes `owner` the owner of these tensors from now on, for as long as it lives.
   void put(const std::vector<at::Tensor>& tensors, const std::shared_ptr<Owner>& owner) {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::erase_if(owned_, [](const auto& item) { return item.second.owner.expired(); });
@@ -34,7 +34,7 @@ class TensorRegistry {
   }
 
  private:
-  // The reference keeps a tensor's address from being used again, not the tensor.
+  // Keeps a tensor's address from being used again, but not the tensor alive.
   struct Owned {
     c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl> tensor;
     std::weak_ptr<Owner> owner;

@@ -43,8 +43,7 @@ void for_each_position(PositionsRequest request, const Visit& visit) {
   if (count > 0) visit(0);
   uint64_t state = seed;
   for (int64_t i = 1; i + 1 < count; ++i) {
-    // There is one element of each stretch; the first ones are longer by one where numel has a
-    // rest.
+    // There is one element of each stretch; the first ones are longer by one if numel has a rest.
     const int64_t longer = numel % count;
     const int64_t length = numel / count + (i < longer ? 1 : 0);
     const int64_t begin = i * (numel / count) + std::min(i, longer);
@@ -60,9 +59,9 @@ double number_at(const std::byte* bytes) {
   return static_cast<double>(number);
 }
 
-// Says how to read the numbers of a dtype; a complex element is two of them.
+// How to read the numbers of a dtype; a complex element is two of them.
 struct NumberFormat {
-  double (*read)(const std::byte*) = nullptr;  // null: of none that gradients have
+  double (*read)(const std::byte*) = nullptr;  // null: no dtype of gradients
   size_t bytes = 1;
   double roundoff = 0;
   double smallest = 0;
@@ -152,7 +151,7 @@ void TensorSamples::read(size_t tensor, const SampledMemory& memory) {
   });
 }
 
-// Memory stays for the next read().
+// Keeps the memory for the next read().
 void TensorSamples::clear() {
   for (Sampled& sampled : sampled_) sampled.numel = -1;
 }

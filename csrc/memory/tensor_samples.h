@@ -15,27 +15,27 @@ namespace trireme {
 // [Note: samples]
 //
 // Autograd counts writes in place, but not those through `.data`, through a raw pointer or by
-// another process. Who has to know of these looks at values: a few elements of each tensor are
-// kept, and compared with what is there later. A write that changes a sampled element is found with
-// certainty, hence also one that changes all elements. A write to some elements is found if it hits
-// a sample. Samples lie elsewhere after each read(), so that a write that is repeated in every step
-// is found sooner or later.
+// another process. Code that must notice these looks at values: a few elements of each tensor are
+// kept, and compared with the values there later. A write that changes a sampled element is found
+// with certainty, hence also one that changes all elements. A write to some elements is found if it
+// hits a sample. Samples lie elsewhere after each read(), so that a write that is repeated in every
+// step is found sooner or later.
 //
 // Bytes are compared, so that NaN equals itself.
 
-// Returns which of `numel` elements are looked at, ascending: the first, the last, and one at
-// random of each of equal stretches between them: 4 per tensor and 8 per MiB, or all if there are
-// no more. Equal arguments give equal results.
+// Returns which of `numel` elements are sampled, ascending: the first, the last, and one at random
+// of each of equal stretches between them: 4 per tensor and 8 per MiB, or all if there are no more.
+// Equal arguments give equal results.
 TRIREME_API std::vector<int64_t> sample_positions(int64_t numel, int64_t item_bytes, uint64_t seed);
 
-// Holds the numbers by which values may have been multiplied, as far as their rounding tells: those
-// in [least, most].
+// The factors, in [least, most], by which values may have been multiplied, as far as their rounding
+// tells.
 struct TRIREME_API FactorRange {
   double least = -std::numeric_limits<double>::infinity();
   double most = std::numeric_limits<double>::infinity();
 
   bool is_empty() const { return least > most; }
-  // Returns what lies in both.
+  // Returns the intersection of both.
   FactorRange operator&(const FactorRange& other) const;
   bool operator==(const FactorRange&) const = default;
 };
@@ -43,8 +43,8 @@ struct TRIREME_API FactorRange {
 // Finds the one factor by which many values were multiplied, if there is one.
 class TRIREME_API CommonFactor {
  public:
-  // `before` and `now` were rounded to numbers of relative precision `roundoff`. Says nothing of
-  // zeros, of what is not finite, and of numbers below `smallest`, where rounding is coarser.
+  // One value, rounded to relative precision `roundoff`. Zeros, non-finite values and numbers below
+  // `smallest`, where rounding is coarser, are ignored.
   struct Pair {
     double before;
     double now;
@@ -63,36 +63,36 @@ class TRIREME_API CommonFactor {
   size_t seen_ = 0;
 };
 
-// Names elements that lie side by side in CPU memory, in the order in which they lie there.
+// Elements that lie side by side in CPU memory, in memory order.
 struct SampledMemory {
   const std::byte* data = nullptr;  // null: there is nothing to sample
   int64_t numel = 0;
   at::ScalarType dtype = at::kFloat;
 
-  // Returns all elements of a tensor; nothing of one that is undefined, not in CPU memory, not
-  // strided, or has gaps.
+  // Returns all elements of a tensor; nothing if it is undefined, not in CPU memory, not strided,
+  // or has gaps.
   TRIREME_API static SampledMemory of(const at::Tensor& tensor);
-  // Returns elements [begin, begin + numel) of these; nothing where there are fewer.
+  // Returns elements [begin, begin + numel) of these; nothing if there are fewer.
   TRIREME_API SampledMemory part(int64_t begin, int64_t numel) const;
 };
 
-// Keeps what was sampled of some tensors, which have numbers. Any dtype. One thread at a time.
+// Samples of some tensors, which have numbers. Any dtype. One thread at a time.
 //
 // Costs a cache miss per sample: 0.05 to 0.1 us. Keeps 24 bytes of each.
 class TRIREME_API TensorSamples {
  public:
-  // Who passes another seed looks at other elements.
+  // `seed` selects which elements are sampled.
   explicit TensorSamples(uint64_t seed = 0) : seed_(seed) {}
 
-  // Forgets what was read of this tensor before, also where there is nothing to sample.
+  // Replaces the samples of this tensor, also if there is nothing to sample.
   void read(size_t tensor, const SampledMemory& memory);
   void clear();
 
-  // Says whether a sample is another value than it was. False for a tensor that was not read, or
-  // has another dtype or number of elements now.
+  // Returns whether a sample has changed its value. False for a tensor that was not read, or has
+  // another dtype or number of elements now.
   bool is_changed(size_t tensor, const SampledMemory& now) const;
-  // Adds what its samples were, and are now, where these are numbers of a dtype that gradients
-  // have.
+  // Adds the old and new values of a tensor's samples to `factor`, if they are of a dtype that
+  // gradients have.
   void compare(size_t tensor, const SampledMemory& now, CommonFactor& factor) const;
 
  private:

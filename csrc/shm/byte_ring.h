@@ -8,14 +8,13 @@
 
 namespace trireme::shm {
 
-// Is the shared part of a byte ring; the bytes follow it. Positions count all bytes that ever
-// passed.
+// The shared part of a byte ring; the bytes follow it. Positions count all bytes that ever passed.
 struct ByteRingBlock {
   alignas(kCacheLine) std::atomic<uint64_t> written{0};   // the writer counts
   alignas(kCacheLine) std::atomic<uint64_t> consumed{0};  // the reader counts
-  std::atomic<bool> mapped{false};                        // the reader sees the ring
-  // Holds the number of the last message that the reader could not use, and what it expected:
-  // complete before the number, and that before `consumed` goes on.
+  std::atomic<bool> mapped{false};                        // the reader has mapped the ring
+  // The number of the last message that the reader could not use, stored before `consumed` goes on,
+  // and what it expected, stored before that number.
   std::atomic<uint64_t> refused{0};
   std::atomic<int64_t> expected_bytes{0};
   std::atomic<uint32_t> expected_dtype{0};
@@ -23,8 +22,8 @@ struct ByteRingBlock {
   std::byte* bytes() { return reinterpret_cast<std::byte*>(this + 1); }
 };
 
-// Sends bytes from one process to another, in order. What is written may be read once publish() was
-// called, and its room is free again once the reader has called release(). One thread at a time on
+// Sends bytes from one process to another, in order. The reader may read written bytes after
+// publish(), and their room is free again after the reader's release(). One thread at a time on
 // either side; never blocks. `capacity` is a multiple of a cache line, the same on both sides.
 class RingWriter {
  public:
@@ -35,8 +34,8 @@ class RingWriter {
     return capacity_ -
            static_cast<int64_t>(position_ - block_->consumed.load(std::memory_order_seq_cst));
   }
-  // Says whether the reader has written a position that cannot be. (What pads a message may lie
-  // behind the room.)
+  // Returns whether the reader has written an impossible position. (The padding of a message may
+  // lie behind the room.)
   bool is_torn() const { return room() > capacity_ || room() <= -int64_t{kCacheLine}; }
   // Writes at most room() bytes.
   void write(const std::byte* from, int64_t bytes);
@@ -49,7 +48,7 @@ class RingWriter {
   int64_t expected_bytes() const { return block_->expected_bytes.load(std::memory_order_relaxed); }
   uint32_t expected_dtype() const { return block_->expected_dtype.load(std::memory_order_relaxed); }
 
-  // Says whether the reader has not seen all, and never may, because it has not mapped the ring.
+  // Returns whether bytes are unread, and stay so because the reader has not mapped the ring.
   bool is_unfetched() const {
     return position_ != block_->consumed.load(std::memory_order_seq_cst) &&
            !block_->mapped.load(std::memory_order_seq_cst);
@@ -72,7 +71,7 @@ class RingReader {
   int64_t available() const {
     return static_cast<int64_t>(block_->written.load(std::memory_order_seq_cst) - position_);
   }
-  // Says whether the writer has written a position that cannot be.
+  // Returns whether the writer has written an impossible position.
   bool is_torn() const { return available() < 0 || available() >= capacity_ + int64_t{kCacheLine}; }
   // Reads at most available() bytes; a null `to` drops them.
   void read(std::byte* to, int64_t bytes);

@@ -13,7 +13,7 @@ std::vector<int64_t> sizes_of(const std::vector<Pieces>& pieces) {
   return sizes;
 }
 
-// A rank's own part never leaves its memory.
+// Copies a rank's own part, which never leaves its memory.
 void keep_own(const Pieces& output, const Pieces& input) {
   output.visit(0, output.bytes(), [&](std::byte* out, int64_t position, int64_t length) {
     input.visit(position, length, [&](const std::byte* in, int64_t offset, int64_t bytes) {
@@ -24,7 +24,7 @@ void keep_own(const Pieces& output, const Pieces& input) {
 
 }  // namespace
 
-// Each rank has one thing to say; who has an output for it listens.
+// Each rank sends the same data to all; ranks with an output for them read them.
 void Collectives::multicast(Scope& scope, const Sizes& sizes, const Pieces& input,
                             const std::vector<Pieces>& outputs) {
   const int64_t rank = group_.rank();
@@ -57,7 +57,7 @@ void Collectives::multicast(Scope& scope, const Sizes& sizes, const Pieces& inpu
   scope.check();
 }
 
-// Each rank has something else for each other: sizes[s][d] bytes from s to d.
+// Each rank sends other data to each other rank: sizes[s][d] bytes from s to d.
 void Collectives::exchange(Scope& scope, const std::vector<Sizes>& sizes,
                            const std::vector<Pieces>& inputs, const std::vector<Pieces>& outputs) {
   const int64_t world = group_.world();
@@ -163,7 +163,7 @@ void Collectives::all_to_all(const std::vector<Pieces>& outputs, const std::vect
   keep_own(outputs[rank], inputs[rank]);
 }
 
-// Every rank tells its sizes to all; what one sends another must expect.
+// Every rank tells its sizes to all; the receiver of each message must expect its size.
 std::vector<Collectives::Sizes> Collectives::sizes_of_all(Scope& scope, const Sizes& inputs,
                                                           const Sizes& outputs) {
   const auto world = static_cast<size_t>(group_.world());

@@ -12,7 +12,7 @@
 
 namespace trireme::shm {
 
-// Holds what every collective takes besides its memory.
+// The arguments that every collective takes besides its memory.
 struct CallOptions {
   std::chrono::milliseconds timeout{0};  // 0: the group's
   std::string_view label{};
@@ -24,18 +24,18 @@ struct ReduceOptions {
   double factor = 1;  // kPremulSum: this rank's own
 };
 
-// Runs the collectives of the ranks of one host, through the slots of their rings. Each call is
+// The collectives of the ranks of one host, through the slots of their rings. Each call is
 // collective, blocks until this rank's part is done, and throws Fault (see host_group.h). No rank
 // returns before all have entered with the same operation.
 //
 // Each rank reduces its own slice of a chunk, in rank order, from the slots of its peers and its
 // own memory: one owner per element, so that all ranks hold the same bits, and the same in every
-// run. A rank copies in (P-1)/P of what it has and copies out as much; chunks are pipelined, so the
-// slots stay in cache and memory sees one pass. Small ones every rank reduces as a whole: one
+// run. A rank copies in (P-1)/P of its data and copies out as much; chunks are pipelined, so the
+// slots stay in cache and memory sees one pass. Small tensors every rank reduces as a whole: one
 // meeting instead of two.
 //
-// Ranks are those of the HostGroup, counted from 0. One thread at a time. Where outputs are not
-// inputs, as said below, they must not overlap these.
+// Ranks are those of the HostGroup, counted from 0. One thread at a time. Outputs must not overlap
+// inputs, unless they are the same memory as said below.
 class TRIREME_API Collectives {
  public:
   explicit Collectives(HostGroup& group) : group_(group), ring_(group) {}
@@ -56,7 +56,7 @@ class TRIREME_API Collectives {
   // outputs is empty except on the root; all inputs have one size.
   void gather(const std::vector<Pieces>& outputs, const Pieces& input, int64_t root, Dtype dtype,
               const CallOptions& call);
-  // inputs is empty except on the root; all of one size, which is the output's.
+  // inputs is empty except on the root; all have the size of the output.
   void scatter(const Pieces& output, const std::vector<Pieces>& inputs, int64_t root, Dtype dtype,
                const CallOptions& call);
   // inputs[d] goes to rank d, outputs[s] comes from rank s; every pair may have its own size.
@@ -65,16 +65,15 @@ class TRIREME_API Collectives {
   void barrier(const CallOptions& call);
   // Meets in a barrier whose error names every rank that does not come (HostGroup::roll_call).
   void roll_call(const CallOptions& call);
-  // Meets in a barrier of ranks about to do what `operation` says, by other means: compared like
-  // the rest.
+  // Meets in a barrier of ranks about to run `operation` by other means: compared like the rest.
   void meet(const Operation& operation, const CallOptions& call);
-  // Makes a new segment on each rank, of as many bytes, and returns them by rank.
+  // Makes a new segment of that many bytes on each rank, and returns all, by rank.
   std::vector<Segment> share_segments(int64_t bytes, const CallOptions& call);
-  // Makes a new segment that all map, on its pages each rank's part on that rank's NUMA node (see
+  // Makes a new segment that all map, each rank's part of its pages on that rank's NUMA node (see
   // HostGroup::share_segment); returns none, with the reason, on all ranks alike.
   SharedSegment share_segment(int64_t bytes, const CallOptions& call);
-  // A rank that cannot take part, because of what it was called with, enters with the reason: all
-  // ranks throw Fault(kMismatch), and nothing moves.
+  // Enters in place of a collective that this rank cannot take part in because of its arguments:
+  // all ranks throw Fault(kMismatch), and nothing moves.
   [[noreturn]] void refuse(std::string_view reason, const CallOptions& call);
 
   HostGroup& group() { return group_; }

@@ -8,7 +8,7 @@
 
 namespace trireme::shm {
 
-// Is one collective while it runs.
+// One collective while it runs.
 class Collectives::Scope {
  public:
   Scope(Collectives& owner, const Operation& operation, const CallOptions& call)
@@ -28,7 +28,7 @@ class Collectives::Scope {
     return ring_.reserve(bytes, step_of(sequence_, chunks_++));
   }
 
-  // Compares what ranks said; called before the first byte of a peer is read.
+  // Compares the operations of all ranks. Called before the first byte of a peer is read.
   void check() {
     if (checked_) return;
     try {
@@ -57,10 +57,10 @@ constexpr auto kLine = static_cast<int64_t>(kCacheLine);
 
 inline int64_t round_up(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
-// Says how a collective goes through the slots: `count` chunks, of each rank at most `bytes` in
+// The way of a collective through the slots: `count` chunks, of at most `bytes` of each rank in
 // one.
 struct Chunks {
-  // Cuts what ranks have, at most `longest` bytes each, for slots with room for `room` of each.
+  // Cuts the ranks' data, at most `longest` bytes each, for slots with `room` bytes for each.
   Chunks(int64_t longest, int64_t room)
       : bytes(std::min({kSliceBytes, room / kLine * kLine, round_up(longest)})),
         count(bytes == 0 ? 0 : (longest + bytes - 1) / bytes) {}
@@ -68,7 +68,7 @@ struct Chunks {
   int64_t count;
 };
 
-// Returns what of [0, total) lies in chunk number `chunk`.
+// Returns how much of [0, total) lies in chunk number `chunk`.
 inline int64_t part_of(int64_t total, int64_t chunk, int64_t chunk_bytes) {
   return std::clamp<int64_t>(total - chunk * chunk_bytes, 0, chunk_bytes);
 }

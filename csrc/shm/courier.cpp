@@ -12,8 +12,8 @@ namespace trireme::shm {
 namespace {
 
 constexpr int kPauses = 100;
-// The worker looks that often whether somebody else moves the messages, so that a post() need not
-// wake it; after so many looks without work it sleeps until it is told.
+// How often the worker checks whether another thread moves the messages, so that a post() need not
+// wake it; after kTicks checks without work it sleeps until it is woken.
 constexpr std::chrono::milliseconds kTick{1};
 constexpr int kTicks = 20;
 
@@ -30,7 +30,7 @@ Courier::~Courier() {
   if (forks_ == forks_so_far()) {
     close();
   } else if (worker_.joinable()) {
-    // It stayed with the parent, and so would a wait for it to leave the condition.
+    // Detached, since the thread stayed with the parent, and so would a wait for the condition.
     worker_.detach();
     static_cast<void>(changed_.release());
   }
@@ -80,7 +80,7 @@ bool Courier::wait(const Transfer& transfer, std::optional<Clock::time_point> un
       }
       return false;
     });
-  } catch (...) {  // who waits is called away; the transfer goes on
+  } catch (...) {  // the waiting thread was interrupted; the transfer goes on
     end();
     throw;
   }
@@ -128,7 +128,7 @@ void Courier::withdraw(Transfer::Kind kind, const char* why) {
   ring(bell_);
 }
 
-// Moves messages until `enough` returns true, asleep where nothing moves.
+// Moves messages until `enough` returns true; sleeps while nothing moves.
 template <typename Enough>
 void Courier::drive(Enough&& enough) {
   for (;;) {
@@ -166,7 +166,7 @@ bool Courier::advance() {
   return moved;
 }
 
-// Runs without the lock: what is called may take others, and post the next message.
+// Runs without the lock: callbacks may take other locks, and post the next message.
 void Courier::deliver(const std::vector<TransferPtr>& ended) {
   for (const TransferPtr& transfer : ended) {
     if (transfer->on_done) transfer->on_done(*transfer);
@@ -188,7 +188,7 @@ void Courier::work() {
   std::unique_lock<std::mutex> lock(mutex_);
   const auto is_mine = [this] { return drivers_ == 0 && !mailbox_.is_idle(); };
   for (int ticks = 0;;) {
-    // Who has just posted a transfer is likely to wait for it himself.
+    // A thread that has just posted a transfer is likely to wait for it itself.
     changed_->wait_for(lock, kTick, [this] { return closing_; });
     if (closing_) return;
     if (is_mine()) {

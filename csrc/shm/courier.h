@@ -14,9 +14,9 @@
 
 namespace trireme::shm {
 
-// Moves the messages of a mailbox: whoever waits for one does it (a hand-over to another thread
-// costs more than a small message), and while nobody waits, a thread that the first transfer to be
-// left pending starts. That thread takes over within a millisecond; it costs nothing while no
+// Moves the messages of a mailbox: a thread that waits for one does it (a hand-over to another
+// thread costs more than a small message), and while none waits, a thread that the first transfer
+// to be left pending starts. That thread takes over within a millisecond; it costs nothing while no
 // transfer is pending.
 //
 // Thread-safe. In a forked child only the destructor may be called.
@@ -27,17 +27,17 @@ class TRIREME_API Courier {
   Courier(const Courier&) = delete;
   Courier& operator=(const Courier&) = delete;
 
-  // Moves of it what can be moved at once. Throws Fault if it was not posted; what goes wrong later
-  // is in the transfer.
+  // Moves as much of it as can be moved at once. Throws Fault if it was not posted; later errors
+  // are in the transfer.
   void post(const TransferPtr& transfer);
-  // Waits until the transfer is done; returns false if that time has come before. May throw an
+  // Waits until the transfer is done; returns false if `until` comes before. May throw an
   // Interruption (interruption.h): the transfer goes on.
   bool wait(const Transfer& transfer, std::optional<Clock::time_point> until = {});
-  // Moves what can be moved now, of any transfer.
+  // Moves all that can be moved now, of any transfer.
   void poll();
 
-  // Ends recvs with Fault(kAborted), and waits until sends are done and the peers see what they
-  // were sent, so that this process may end; but no longer than kLinger: it may end because it
+  // Ends recvs with Fault(kAborted), and waits until sends are done and the peers see the messages
+  // sent to them, so that this process may end; but no longer than kLinger: it may end because it
   // failed, and the peers must hear of that. From then on post() throws, and the host group may go.
   void close();
   static constexpr std::chrono::seconds kLinger{5};
@@ -62,7 +62,7 @@ class TRIREME_API Courier {
   int64_t drivers_ = 0;  // threads in wait()
   bool closing_ = false;
   bool closed_ = false;
-  bool worker_sleeps_ = false;  // until it is told
+  bool worker_sleeps_ = false;  // until it is woken
   std::unique_ptr<std::condition_variable> changed_ = std::make_unique<std::condition_variable>();
   std::thread worker_;
 };

@@ -47,7 +47,7 @@ void DepositRing::begin_round(const Operation& what, std::chrono::milliseconds t
   group_.show_round(what);
 }
 
-// Ranks may have abandoned different rounds: all go on behind the last position of any.
+// Starts behind the last position of any rank, since ranks may have abandoned different rounds.
 void DepositRing::start_again() {
   epoch_ = group_.epoch();
   DepositBlock& own = block(group_.rank());
@@ -107,7 +107,7 @@ void DepositRing::collect(int64_t bytes) {
   group_.wake_peers();
 }
 
-// Whoever has deposited something has said before what its round is.
+// Compares rounds: a rank that has deposited bytes has published its round before.
 void DepositRing::check_round() {
   if (round_is_checked_) return;
   const Record& mine = block(group_.rank()).rounds[round_ % 2];
@@ -127,8 +127,8 @@ void DepositRing::check_round() {
   round_is_checked_ = true;
 }
 
-// Never for room while something may become ready: the peers may be waiting for this rank to
-// collect just that. Once it has collected all that it deposited, they have all that they need to
+// Does not wait for room while bytes may become ready: the peers may be waiting for this rank to
+// collect just those. Once it has collected all that it deposited, they have all that they need to
 // go on.
 void DepositRing::wait(std::string_view name) {
   const Errand errand{name, timeout_};

@@ -16,19 +16,18 @@ namespace trireme::shm {
 
 // [Note: deposit and collect]
 //
-// This is a reduction in which nobody waits who need not. A round is a run of bytes that all ranks
-// lay out alike. Each rank deposits its own from the first byte to the last, as it comes by them,
-// in a ring that its peers map. Each rank collects what all have deposited: it reduces the part
-// that it owns straight out of the rings, in rank order, into its private memory, and passes over
-// the rest. A place in a ring is used again when all ranks are past it. So what one rank has early
-// the others take when they come by, and a rank waits only where its ring is full or, at the end,
-// for what it still lacks.
+// A reduction in which a rank waits only if it must. A round is a run of bytes that all ranks lay
+// out alike. Each rank deposits its own bytes from the first to the last, as it computes them, in a
+// ring that its peers map. Each rank collects bytes that all have deposited: it reduces the part
+// that it owns straight out of the rings, in rank order, into its private memory, and skips the
+// rest. A place in a ring is used again when all ranks are past it. So a rank that is early leaves
+// its bytes for the others, and a rank waits only if its ring is full or, at the end, for bytes
+// that it still lacks.
 //
 // Compared with a collective per bucket the bytes are copied once instead of twice (no flat buffer
 // that is copied into slots), while they are still in cache, and the ring stays there.
 
-// Holds what a rank lets its peers see of a ring, at the start of its segment. Zeros are an empty
-// ring.
+// The part of a ring that peers see, at the start of its segment. Zeros are an empty ring.
 struct DepositBlock {
   // Positions count bytes over all rounds, and only grow.
   alignas(kCacheLine) std::atomic<uint64_t> deposited;
@@ -36,15 +35,15 @@ struct DepositBlock {
   // See HostGroup::abandon: where the owner could start again, and since which epoch that holds.
   alignas(kCacheLine) std::atomic<uint64_t> base;
   std::atomic<uint64_t> base_epoch;
-  // Holds records of the round that the owner deposits and the one before, by parity.
+  // Records of the round that the owner deposits and the one before, by parity.
   std::array<Record, 2> rounds;
 };
 
-// Holds the rings of a host group for one stream of deposits; a group may have many. The functions
-// are called by one thread at a time, which need not be the one that runs the group's collectives.
+// The rings of a host group for one stream of deposits; a group may have many. The functions are
+// called by one thread at a time, which need not be the one that runs the group's collectives.
 //
-// All of them throw Fault: kMismatch, naming both sides, if ranks began different rounds; otherwise
-// see HostGroup. Whatever is thrown, this rank has then abandoned the epoch.
+// Throws Fault: kMismatch, naming both sides, if ranks began different rounds; otherwise see
+// HostGroup. This rank has then abandoned the epoch, or the group has failed.
 class TRIREME_API DepositRing {
  public:
   // Collective, in the order of the group's collectives. Extra memory: `bytes` per rank, which is
@@ -53,12 +52,12 @@ class TRIREME_API DepositRing {
   DepositRing(const DepositRing&) = delete;
   DepositRing& operator=(const DepositRing&) = delete;
 
-  // Every rank says the same `what`, whose count is in bytes. Every position of the last round must
-  // have been deposited and collected. After one that was abandoned the group must have had a
-  // collective, and this call waits for all ranks; otherwise it returns at once.
+  // Begins a round. Every rank passes the same `what`, whose count is in bytes. Every position of
+  // the last round must have been deposited and collected. After an abandoned round the group must
+  // have had a collective, and this call waits for all ranks; otherwise it returns at once.
   void begin_round(const Operation& what, std::chrono::milliseconds timeout);
 
-  // These count the bytes of this round.
+  // Return how many bytes of this round were deposited or collected.
   int64_t deposited() const { return static_cast<int64_t>(deposited_ - base_); }
   int64_t collected() const { return static_cast<int64_t>(collected_ - base_); }
 
@@ -71,11 +70,11 @@ class TRIREME_API DepositRing {
   int64_t ready(int64_t bytes);
   // Returns where the next bytes of a rank lie.
   const std::byte* of(int64_t peer) const;
-  // Passes this rank over the next `bytes`, deposited by all or not.
+  // Moves this rank past the next `bytes`, whether all have deposited them or not.
   void collect(int64_t bytes);
 
   // Waits, when room() and ready() have nothing, until one of them may have. `name` says in errors
-  // what is to be deposited or is lacking.
+  // which bytes are to be deposited or missing.
   void wait(std::string_view name);
 
  private:

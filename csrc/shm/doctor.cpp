@@ -20,7 +20,7 @@ namespace {
 
 constexpr int32_t kMostRanks = 1 << 20;
 
-// Returns a text without what a terminal would obey.
+// Returns a text without characters that a terminal would obey.
 std::string harmless(std::string text) {
   for (char& letter : text)
     if (static_cast<unsigned char>(letter) < 0x20 || letter == 0x7f) letter = '?';
@@ -32,7 +32,7 @@ std::string text_in(const std::array<char, N>& place) {
   return harmless({place.data(), ::strnlen(place.data(), place.size())});
 }
 
-// Returns how that process was called: words, with spaces between.
+// Returns the command line of that process: words, with spaces between.
 std::string command_of(pid_t pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/cmdline");
   std::string text(std::istreambuf_iterator<char>(file), {});
@@ -71,8 +71,8 @@ std::vector<SeenOperation> operations_in(const RankBlock& block, int64_t now_ns,
   return operations;
 }
 
-// Finds out who of those that map a block is its owner. A later process with the number of a dead
-// one maps nothing of it.
+// Finds the owner of a block among the processes that map it. A later process with the number of a
+// dead one maps nothing of it.
 void find_process(SeenRank& seen, const FoundSegment& segment,
                   const std::vector<HiddenProcess>& hidden) {
   pid_t owner = 0;
@@ -107,8 +107,8 @@ struct Circle {
   std::vector<pid_t> holders;
 };
 
-// Blocks of one group say so; those of a group that is being made belong together if a process has
-// mapped both.
+// Groups blocks by their nonce; blocks of a group that is being made belong together if a process
+// has mapped both.
 std::vector<Circle> circles_of(std::vector<Sighting> sightings) {
   std::vector<Circle> circles;
   for (Sighting& sighting : sightings) {
@@ -125,7 +125,7 @@ std::vector<Circle> circles_of(std::vector<Sighting> sightings) {
   return circles;
 }
 
-// Says whether only children of its ranks hold the group.
+// Returns whether only children of its ranks hold the group.
 bool is_over(const SeenGroup& group) {
   return std::all_of(group.ranks.begin(), group.ranks.end(),
                      [](const SeenRank& rank) { return rank.state == RankState::kLeft; });

@@ -18,13 +18,13 @@ namespace trireme::shm {
 
 // [Note: who is where]
 //
-// What ranks let their peers see also serves somebody who looks on from outside. Every rank of a
+// The state that ranks show to their peers also serves an onlooker from outside. Every rank of a
 // group maps the blocks of all, so one process that is left is enough to read what each rank was
-// at, the killed one too. The ranks do nothing for it: they may hang, be stopped or hold a lock.
-// What is read is a copy made while others write, and may come from a foreign program: every number
-// is checked before it is used.
+// doing, a killed one too. The ranks do nothing for it: they may hang, be stopped or hold a lock.
+// An onlooker reads a copy made while others write, maybe from a foreign program: every number is
+// checked before it is used.
 
-// Describes a collective of a rank.
+// A collective of a rank.
 struct SeenOperation {
   uint64_t sequence = 0;
   std::string text;  // Operation::to_string()
@@ -36,20 +36,20 @@ struct SeenRank {
   int64_t rank = -1;  // in the group
   int64_t world = 0;
   int64_t members = 0;  // ranks on this host; 0 until they know each other
-  pid_t pid = 0;        // what this process would call it; what it calls itself once it is gone
+  pid_t pid = 0;        // as this process calls it; as it calls itself once it is gone
   std::string process;  // PeerProcess::state(): "running", "sleeping", "stopped", "gone", ...
   RankState state = RankState::kJoining;
-  std::string failure;                    // kFailed: what it said
-  std::string abandoned;                  // why it left what all were at, until it is back
+  std::string failure;                    // kFailed: the reason that it gave
+  std::string abandoned;                  // why it left the ranks' work, until it is back
   std::vector<SeenOperation> operations;  // the newest first
-  std::string round;                      // round_text(), where it did that last
+  std::string round;                      // round_text(), if a round was the last it did
   std::string step;                       // "in step 10", "after step 9"
-  std::string command;                    // how its process was called
-  std::string folder;                     // where that works; empty where it may not be seen
-  std::string errand;                     // what it waits for beside the collectives, if it does
+  std::string command;                    // its command line
+  std::string folder;                     // its working folder; empty if it may not be seen
+  std::string errand;                     // what it waits for beside the collectives, if it waits
   double errand_s = 0;                    // for how long
   uint64_t arrived = 0;                   // see RankBlock
-  uint64_t behind = 0;                    // collectives, of the rank that is furthest
+  uint64_t behind = 0;                    // collectives, compared with the furthest rank
   Nonce group{};
 
   uint64_t sequence() const { return operations.empty() ? 0 : operations.front().sequence; }
@@ -59,13 +59,13 @@ struct SeenRank {
 struct SeenGroup {
   std::vector<SeenRank> ranks;  // ascending
   std::string verdict;          // one sentence
-  std::vector<pid_t> suspects;  // who is to be looked at next: alive, and waited for
-  bool is_well = true;          // nobody is dead, stopped, failed or waited for too long
+  std::vector<pid_t> suspects;  // processes to look at next: alive, and waited for
+  bool is_well = true;          // no rank is dead, stopped, failed or late
 };
 
 struct ExamineRequest {
   std::vector<pid_t> pids{};  // groups with one of these only; empty: all
-  // Nobody waits longer for another rank in a healthy job.
+  // The longest wait for another rank in a healthy job.
   std::chrono::milliseconds patience = std::chrono::seconds(5);
   int64_t history = 1;  // operations per rank, at most kRecords
   ReadThrough way = ReadThrough::kMemory;
@@ -86,7 +86,7 @@ TRIREME_API Examination examine_host(const ExamineRequest& request);
 TRIREME_API std::optional<SeenRank> read_block(std::span<const std::byte> bytes, int64_t now_ns,
                                                int64_t history);
 
-// Fills verdict, suspects, is_well and what ranks are behind.
+// Fills the verdict, suspects and is_well of a group, and how far each rank is behind.
 TRIREME_API void judge(SeenGroup& group, std::chrono::milliseconds patience);
 
 // Returns "here", "left", "failed", "joining".

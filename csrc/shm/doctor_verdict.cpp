@@ -1,4 +1,4 @@
-// Finds what the doctor says of a group: who holds up whom.
+// The doctor's verdict on a group: which ranks hold up which.
 
 #include <trireme/shm/doctor.h>
 
@@ -28,13 +28,13 @@ std::string seconds_text(double seconds) {
   return text;
 }
 
-// Says "rank 1 (process 7, stopped, in step 10)".
+// Returns "rank 1 (process 7, stopped, in step 10)".
 std::string full_name(const SeenRank& rank) {
   return "rank " + std::to_string(rank.rank) + " (process " + std::to_string(rank.pid) + ", " +
          rank.process + (rank.step.empty() ? "" : ", " + rank.step) + ")";
 }
 
-// Says "rank 0", "ranks 0, 2".
+// Returns "rank 0", "ranks 0, 2".
 std::string numbers(const Ranks& ranks) {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
   for (const SeenRank* rank : ranks)
@@ -50,7 +50,7 @@ std::string collective(const SeenOperation& operation) {
   return "collective " + std::to_string(operation.sequence) + ", " + operation.text;
 }
 
-// Holds the furthest collective and who is in it.
+// The furthest collective and the ranks in it.
 struct Front {
   const SeenOperation* operation = nullptr;
   Ranks waiting;  // alive, not stopped, inside
@@ -73,8 +73,8 @@ Front front_of(const SeenGroup& group) {
   return front;
 }
 
-// Says "has not entered collective 12, ...", "is inside ...", "has finished ...": where a rank is,
-// compared with the furthest.
+// Returns "has not entered collective 12, ...", "is inside ...", "has finished ...": where a rank
+// is, compared with the furthest.
 std::string place(const SeenRank& rank, const Front& front) {
   if (front.operation == nullptr) return "has not begun a collective";
   if (rank.sequence() == front.operation->sequence) {
@@ -86,7 +86,7 @@ std::string place(const SeenRank& rank, const Front& front) {
   return text;
 }
 
-// Says "; ranks 0, 2 wait in it for 3.2 s".
+// Returns "; ranks 0, 2 wait in it for 3.2 s".
 std::string waiting_text(const Front& front, const Ranks& culprits) {
   Ranks others;
   std::copy_if(front.waiting.begin(), front.waiting.end(), std::back_inserter(others),
@@ -107,8 +107,8 @@ std::string each(const Ranks& ranks, const Front& front) {
   return text + waiting_text(front, ranks);
 }
 
-// Says who waits beside the collectives for at least so long, and who does not: "rank 0 waits for
-// all_reduce of bucket 3 for 7.2 s; rank 1 (process 7, sleeping) does not".
+// Returns which ranks wait beside the collectives for at least that long, and which do not: "rank 0
+// waits for all_reduce of bucket 3 for 7.2 s; rank 1 (process 7, sleeping) does not".
 std::string errands(const SeenGroup& group, double at_least_s) {
   const Ranks waiting = those(group, [&](const SeenRank& rank) {
     return !rank.errand.empty() && rank.errand_s >= at_least_s && !is_gone(rank);
@@ -133,7 +133,7 @@ std::string failures(const Ranks& failed) {
   return text;
 }
 
-// Says what is wrong, the surest sign first, and adds who is the cause; empty if nothing is.
+// Returns the surest sign of trouble, and adds the ranks that cause it; empty if there is none.
 std::string complaint(const SeenGroup& group, const Front& front, double patience_s,
                       Ranks& causes) {
   const Ranks lost = those(group, [](const SeenRank& rank) {

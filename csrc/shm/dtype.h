@@ -5,7 +5,7 @@
 
 namespace trireme::shm {
 
-// Says what an element is, in torch's words but without torch.
+// The type of an element, in torch's words but without torch.
 enum class Dtype : uint8_t {
   kBool,
   kU8,
@@ -53,7 +53,7 @@ constexpr int64_t element_bytes(Dtype dtype) {
   return 0;
 }
 
-// Names a dtype as torch prints it, without "torch."; "unknown" for a number that is no Dtype.
+// Returns a dtype's name in torch, without "torch."; "unknown" for a number that is no Dtype.
 constexpr std::string_view name(Dtype dtype) {
   switch (dtype) {
     case Dtype::kBool:

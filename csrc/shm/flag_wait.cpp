@@ -53,7 +53,7 @@ void FlagWait::wait_longer(const std::atomic<uint64_t>& counter, uint64_t target
     if (come()) return;
     sleep_on(bell_, seen);
     if (come()) return;
-    // What a peer published before it died counts.
+    // Values that a peer published before it died count.
     const bool pointless = watch.pointless();
     if (come()) return;
     if (pointless) watch.give_up();

@@ -12,12 +12,12 @@ namespace trireme::shm {
 
 using Clock = std::chrono::steady_clock;
 
-// Is asked while a rank sleeps whether waiting on has become pointless.
+// Asked while a rank sleeps whether its wait has become pointless.
 struct Watch {
   virtual ~Watch() = default;
   virtual bool pointless() = 0;
   virtual void look_around() {}             // every kLookEvery; what it throws ends the wait
-  [[noreturn]] virtual void give_up() = 0;  // pointless, and the counter has not come after all
+  [[noreturn]] virtual void give_up() = 0;  // pointless, and the counter has not come anyway
   [[noreturn]] virtual void overdue() = 0;  // the deadline has passed
 };
 
@@ -38,18 +38,18 @@ class TRIREME_API Asleep {
   Bell& bell_;
 };
 
-// Says how often a sleeper looks whether waiting on makes sense.
+// How often a sleeper checks whether its wait still makes sense.
 constexpr std::chrono::milliseconds kLookEvery{50};
 
-// Returns when the bell was rung after `seen` was read from it, or after kLookEvery, or at once.
+// Sleeps until the bell is rung after `seen` was read, kLookEvery at most; may return at once.
 TRIREME_API void sleep_on(Bell& bell, uint32_t seen);
 
-// Says for how long a rank lets others run before it sleeps. `ranks` is how many wait on this host.
+// Returns how long a rank lets others run before it sleeps. `ranks` counts those of this host.
 TRIREME_API std::chrono::microseconds patience_of(int64_t ranks);
 
-// Waits until a counter of a peer has come to a number: a few pauses (the peer is about to write),
+// Waits until a counter of a peer has reached a number: a few pauses (the peer is about to write),
 // then letting others run for a bounded time (ranks may outnumber CPUs), then asleep on its own
-// bell, awake every 50 ms to look whether the peer still lives. Spinning alone is a thousand times
+// bell, awake every 50 ms to check whether the peer still lives. Spinning alone is a thousand times
 // slower with more ranks than cores; sleeping at once costs 20 to 50 us of wake-up.
 class TRIREME_API FlagWait {
  public:
@@ -74,8 +74,8 @@ class TRIREME_API FlagWait {
   std::chrono::microseconds patience_;
 };
 
-// Wakes who sleeps on it. Called after a sequentially consistent store to whatever counter they may
-// wait for.
+// Wakes the threads that sleep on the bell. Called after a sequentially consistent store to a
+// counter that they may wait for.
 TRIREME_API void ring(Bell& bell);
 
 }  // namespace trireme::shm

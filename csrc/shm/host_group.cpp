@@ -39,7 +39,7 @@ std::unique_ptr<HostGroup> HostGroup::join(Exchange& exchange, const HostGroupRe
   return group;
 }
 
-// Makes one round through the Exchange: where my segment is, whose segments I see, what follows.
+// Makes one round through the Exchange: this rank's address, the segments that it sees, the vote.
 void HostGroup::meet(Exchange& exchange, SegmentKind kind) {
   const std::string round = kind == SegmentKind::kAnonymous ? "anonymous/" : "named/";
   const auto key = [&](const char* what, int64_t rank) {
@@ -83,9 +83,9 @@ void HostGroup::meet(Exchange& exchange, SegmentKind kind) {
     any_refused |= text[world] == 'r';
     if (why_alone_.empty()) why_alone_ = text.substr(world + 1);
   }
-  // What this rank does not map it cannot use, whatever came back.
+  // Takes its own row, whatever the Store returned: it cannot use a segment that it does not map.
   rows[static_cast<size_t>(where_.rank)] = row;
-  // Every rank has read everything by now: a name has done its service.
+  // Every rank has opened the segments by now: names are no longer needed.
   for (Segment& segment : segments_) segment.unlink_name();
   if (any_refused && kind == SegmentKind::kAnonymous) {
     why_alone_.clear();
@@ -94,8 +94,8 @@ void HostGroup::meet(Exchange& exchange, SegmentKind kind) {
   settle_hosts(rows);
 }
 
-// Fills `row` with one character per rank, '1' for those whose memory this rank shares. Returns
-// true if one was refused that a named segment could reach.
+// Fills `row` with one character per rank, '1' for ranks whose memory this rank shares. Returns
+// true if a segment was refused that a named one could replace.
 bool HostGroup::look_for_peers(Exchange& exchange, SegmentKind kind, std::string& row) {
   const std::string round = kind == SegmentKind::kAnonymous ? "anonymous/" : "named/";
   const std::string here = pid_namespace() + "\n" + request_.partition;
@@ -210,8 +210,8 @@ void HostGroup::wake_peers() {
 void HostGroup::check_entered() {
   enter();
   wait_all(&RankBlock::entered, sequence_);
-  // Another thread of this rank may have left it meanwhile. Who came since has been promised to
-  // hear of that, and does once it waits for what this rank will not do.
+  // Another thread of this rank may have left it meanwhile. Ranks that entered since must hear of
+  // that, and do once they wait for this rank.
   if (has_abandoned()) give_up(FaultKind::kAbandoned, current(), left_by(rank_));
   const size_t index = sequence_ % kRecords;
   const Record& mine = block(rank_).records[index];
@@ -235,7 +235,7 @@ void HostGroup::make_rings() {
   if (rings_.empty()) rings_ = share_segments(ring_bytes_);
 }
 
-// Tells the other ranks where memory is, or that there is none, on a board of this rank's own.
+// Writes the address of memory, or that there is none, to a board of this rank's own.
 void HostGroup::tell(const std::string& text) {
   std::array<char, 512>& board = block(rank_).ring_address;
   const size_t length = std::min(text.size(), board.size() - 1);
@@ -253,7 +253,7 @@ void HostGroup::all_have_told() {
   wait_all(&RankBlock::ring_made, ring_attempts_);
 }
 
-// Returns what the first rank that has no memory says of it.
+// Returns the message of the first rank that has no memory.
 std::string HostGroup::complaint() const {
   for (int64_t peer = 0; peer < world(); ++peer) {
     const std::string_view text = told_by(peer);
@@ -264,7 +264,7 @@ std::string HostGroup::complaint() const {
   return {};
 }
 
-// Opens what that rank told of, if it is of as many bytes.
+// Opens the segment whose address that rank wrote, if it has that many bytes.
 Segment HostGroup::open_told(int64_t peer, int64_t bytes, std::string& why_not,
                              bool keeps_file) const {
   const auto address = SegmentAddress::parse(told_by(peer));
@@ -274,8 +274,8 @@ Segment HostGroup::open_told(int64_t peer, int64_t bytes, std::string& why_not,
   return {};
 }
 
-// A rank that has no memory says so where the others look for the address; one that cannot map what
-// another made says it there too, once all have read the address.
+// A rank without memory writes that in place of the address; a rank that cannot map another's
+// segment writes it there too, once all have read the address.
 std::vector<Segment> HostGroup::share_segments(int64_t bytes) {
   std::vector<Segment> segments(blocks_.size());
   try {
@@ -291,7 +291,7 @@ std::vector<Segment> HostGroup::share_segments(int64_t bytes) {
     if (peer == rank_ || told_by(peer).starts_with(kFailed)) continue;
     segments[static_cast<size_t>(peer)] = open_told(peer, bytes, why_unreachable);
   }
-  // All have read all addresses, and opened what they could, before any goes away.
+  // No segment may go before all ranks have read all addresses, and opened what they could.
   publish(&RankBlock::rings_mapped, ring_attempts_);
   wait_all(&RankBlock::rings_mapped, ring_attempts_);
   if (!why_unreachable.empty()) tell(std::string(kFailed) + why_unreachable);

@@ -21,7 +21,7 @@
 
 namespace trireme::shm {
 
-// Lets ranks leave word for each other before they share memory: a c10d::Store, in comm/.
+// Exchanges texts between ranks before they share memory: a c10d::Store, in comm/.
 struct Exchange {
   virtual ~Exchange() = default;
   virtual void put(const std::string& key, const std::string& text) = 0;
@@ -31,54 +31,54 @@ struct Exchange {
 struct HostGroupRequest {
   RankOf where;
   std::chrono::milliseconds timeout = std::chrono::minutes(30);  // limit of one collective
-  // Tests set it: ranks that say different texts behave as if they were on different hosts.
+  // For tests: ranks with different texts behave as if they were on different hosts.
   std::string partition{};
 };
 
 using Counter = std::atomic<uint64_t> RankBlock::*;
 
-// Describes a wait outside the collectives: what for, in messages, and how long at most.
+// A wait outside the collectives: its name, for messages, and its limit.
 struct Errand {
   std::string_view name;
   std::chrono::milliseconds timeout;
-  bool spares_group = false;  // when the time is over: then only this wait ends
+  bool spares_group = false;  // when the time is over: only this wait ends
 };
 
 // [Note: abandoned work]
 //
-// A rank that an exception takes out of what all ranks are at (a backward, say) abandons it. That
-// ends an epoch of the group: who waits for that rank, now or later in the same epoch, raises with
-// its reason and has then abandoned it too. Nothing need be torn down, since no rank can mistake
-// what comes next for what was abandoned: the next collective of each rank first waits until all
+// A rank that an exception takes out of the common work (a backward, say) abandons it. That ends an
+// epoch of the group: a rank that waits for it, now or later in the same epoch, raises with its
+// reason and has then abandoned the work too. Nothing need be torn down, since no rank can mistake
+// the following work for the abandoned work: the next collective of each rank first waits until all
 // have come to theirs, and goes on behind the highest sequence number that any of them had reached.
 
-// Holds one segment that all ranks of a host map; or none, and why.
+// One segment that all ranks of a host map; or none, and the reason.
 struct SharedSegment {
   Segment segment;
   std::string why_not;
 };
 
-// Holds the ranks of a group that share the memory of a host, and the ground on which they meet:
-// per rank a small segment with its counters and last operations, and from the first collective
-// that moves data on a second one with a ring of slots, both mapped by all. Ranks may be processes
-// or threads of one process.
+// The ranks of a group that share the memory of a host, and the memory through which they meet: per
+// rank a small segment with its counters and last operations, and from the first collective that
+// moves data on a second one with a ring of slots, both mapped by all. Ranks may be processes or
+// threads of one process.
 //
-// Who shares a host is proven, not read from the environment: each rank writes a random number into
-// its segment, says through the Exchange where it lies, and looks for the others'. All ranks then
-// vote; a set of ranks is a host only if each of them sees all others of it.
+// Which ranks share a host is proven, not read from the environment: each rank writes a random
+// number into its segment, publishes its address through the Exchange, and opens the others'. All
+// ranks then vote; a set of ranks is a host only if each of them sees all others of it.
 //
-// Extra memory: world x (ring_bytes() + 16 KiB), never more than 16 MiB up to 8 ranks. Nothing of
-// it, no name and no process, outlives the ranks.
+// Extra memory: world x (ring_bytes() + 16 KiB), never more than 16 MiB up to 8 ranks. No memory,
+// name or process of it outlives the ranks.
 //
-// Every wait watches the deadline, the word that other ranks leave and whether the awaited process
+// Every wait watches the deadline, the messages of other ranks and whether the awaited process
 // lives; it throws Fault with all that is known, and from then on every call throws at once. One
-// thread at a time, except for what says that any thread may call it. A wait may also be ended by
+// thread at a time, except for the functions that any thread may call. A wait may also be ended by
 // an Interruption (common/interruption.h), which abandons the epoch with its reason.
 class TRIREME_API HostGroup {
  public:
-  // Collective over all ranks of the group. Throws Fault on all of them if one has no memory;
-  // where a host does not let its processes share memory each rank is a host of its own, and
-  // why_alone() says the reason.
+  // Collective over all ranks of the group. Throws Fault on all of them if one has no memory; if a
+  // host does not let its processes share memory each rank is a host of its own, and why_alone()
+  // returns the reason.
   static std::unique_ptr<HostGroup> join(Exchange& exchange, const HostGroupRequest& request);
 
   // Leaves: peers that still wait for this rank raise.
@@ -89,15 +89,13 @@ class TRIREME_API HostGroup {
   RankOf where() const { return where_; }
   // Returns the ranks of the whole group, by host; equal on every rank.
   const std::vector<std::vector<int64_t>>& hosts() const { return hosts_; }
-  // Returns the ranks of this host, as ranks of the group, ascending. What follows counts them from
-  // 0.
+  // Returns the ranks of this host, as ranks of the group, ascending. All below counts them from 0.
   const std::vector<int64_t>& members() const { return members_; }
   int64_t rank() const { return rank_; }
   int64_t world() const { return static_cast<int64_t>(members_.size()); }
   const std::string& why_alone() const { return why_alone_; }
 
-  // Says whether the rank has a block; it is false only for a rank alone that got no memory to
-  // share.
+  // Returns whether the rank has a block; false only for a rank alone that got no memory to share.
   bool has_memory() const { return !blocks_.empty(); }
   RankBlock& block(int64_t peer) { return *blocks_[static_cast<size_t>(peer)]; }
   int64_t ring_bytes() const { return ring_bytes_; }
@@ -110,8 +108,8 @@ class TRIREME_API HostGroup {
   uint64_t sequence() const { return sequence_; }
   // Tells the peers that this rank has entered, if no publish() has yet.
   void enter();
-  // Waits until all have entered and compares what they said. Throws Fault(kMismatch) on all ranks
-  // alike, naming two of them; then nothing has moved and the next collective works.
+  // Waits until all have entered and compares their operations. Throws Fault(kMismatch) on all
+  // ranks alike, naming two of them; then nothing has moved and the next collective works.
   void check_entered();
   // Waits for each rank until the deadline, also behind one that has died, so that an error names
   // every rank that does not come, and not only the first. Called before check_entered().
@@ -128,56 +126,56 @@ class TRIREME_API HostGroup {
   bool has_rings() const { return !rings_.empty(); }
   void finish();
 
-  // Stores into a counter of this rank, and wakes who sleeps.
+  // Stores into a counter of this rank, and wakes sleeping peers.
   void publish(Counter counter, uint64_t value);
   void wait(int64_t peer, Counter counter, uint64_t target);
   void wait_all(Counter counter, uint64_t target);
 
-  // Any thread may call what follows, beside the one that is in a collective.
+  // The functions below may be called by any thread, beside the one that is in a collective.
 
-  // Leaves word: every rank of the host raises with this text, now and later.
+  // Leaves a message: every rank of the host raises with this text, now and later.
   void fail(const std::string& text) noexcept;
-  // Says that this rank takes no further part, as its destructor does; `error` is what ended it, if
-  // that was none of its own will.
+  // Tells peers that this rank takes no further part, as its destructor does; `error` is the error
+  // that ended it, if any.
   void leave(std::string_view error) noexcept;
   // Ends the epoch (see the note above); does nothing if it has ended.
   void abandon(const std::string& reason) noexcept;
   bool has_abandoned() const;
-  // Says what this rank said, or heard, when it last abandoned an epoch.
+  // Returns the reason that this rank gave, or received, when it last abandoned an epoch.
   std::string why_abandoned() const;
-  // Says who of `peer` and this rank has ended this epoch, and why; empty if neither has.
+  // Returns which of `peer` and this rank has ended this epoch, and why; empty if neither has.
   std::string left_by(int64_t peer) const;
-  // Counts epochs from 1. Changes only inside begin().
+  // Returns the number of the epoch, from 1. Changes only inside begin().
   uint64_t epoch() const { return epoch_.load(std::memory_order_acquire); }
-  // Waits until a counter in shared memory that `peer` writes has come to `target`.
+  // Waits until a counter in shared memory that `peer` writes has reached `target`.
   void wait_beside(int64_t peer, const std::atomic<uint64_t>& counter, uint64_t target,
                    const Errand& errand);
-  // Wakes peers that wait_beside(); called after a sequentially consistent store to their counter.
+  // Wakes peers that wait_beside(). Called after a sequentially consistent store to their counter.
   void wake_peers();
-  // Lets peers see that this rank begins a round of deposits, its last operation until it enters a
+  // Shows peers that this rank begins a round of deposits, its last operation until it enters a
   // collective. One thread at a time.
   void show_round(const Operation& what);
-  // Lets peers see what was deposited last in that round. One thread at a time.
+  // Shows peers the name of the last deposit in that round. One thread at a time.
   void show_deposit(std::string_view name);
-  // Lets peers see that this rank has begun its step of that number, or has done it. A step is what
-  // the user would call one, as every strategy counts it.
+  // Shows peers that this rank has begun step `number`, or has done it. A step is one of the
+  // user's, as every strategy counts it.
   void show_step(uint64_t number, bool is_done);
-  // Says why this group can no longer be used, as far as this rank or its peers know.
+  // Returns why this group can no longer be used, as far as this rank or its peers know.
   std::optional<std::string> failure();
   // Throws Fault for a group that failed, and in a forked child.
   void check_usable();
-  // Says "rank 1 (process 7) has died in step 4: it was killed by SIGKILL; its last operation:
+  // Returns "rank 1 (process 7) has died in step 4: it was killed by SIGKILL; its last operation:
   // ...", "rank 1 (process 7) ended normally after step 3; ..."; empty while it is there.
   std::string absence_of(int64_t peer) const;
-  // Says what the user of a rank that missed peers may do, by how these went.
+  // Returns the next step for the user of a rank that missed peers, by how these ended.
   std::string_view advice_on_absence() const;
-  // Waits until that rank is gone, the group has failed or a second has passed. A process that is
-  // killed closes its files a moment before it counts as dead; who cannot open one learns here why.
+  // Waits until that rank is gone, the group has failed or a second has passed: a killed process
+  // closes its files, which a peer then fails to open, a moment before it counts as dead.
   void wait_for_end(int64_t peer);
-  // Says "rank 1 (process 7) has not `come` within 2 s; it is alive (stopped) ...".
+  // Returns "rank 1 (process 7) has not `deed` within 2 s; it is alive (stopped) ...".
   std::string lateness_of(int64_t peer, std::string_view deed,
                           std::chrono::milliseconds patience) const;
-  // Limits waits that have no timeout of their own, from now on; any thread may set it.
+  // Limit waits that have no timeout of their own, from now on; any thread may set it.
   std::chrono::milliseconds timeout() const { return group_timeout_.load(); }
   void set_timeout(std::chrono::milliseconds timeout) { group_timeout_ = timeout; }
   // Returns the kind of all segments of this group.
@@ -215,7 +213,7 @@ class TRIREME_API HostGroup {
   int64_t ring_bytes_ = 0;
   std::string why_alone_;
   uint64_t forks_ = 0;                   // forks_so_far() when the group was made
-  std::optional<int64_t> memory_kills_;  // out_of_memory_kills() then
+  std::optional<int64_t> memory_kills_;  // out_of_memory_kills() at that time
 
   std::vector<Segment> segments_;
   std::vector<Segment> rings_;

@@ -1,5 +1,5 @@
-// Says how a wait of a host group ends without what it waited for: who is missing, and what all say
-// then.
+// How a wait of a host group ends without the awaited counter: which rank is missing, and what all
+// then report.
 
 #include <trireme/common/duration.h>
 #include <trireme/common/forks.h>
@@ -27,7 +27,7 @@ std::string_view text_at(const std::array<char, N>& place) {
 
 }  // namespace
 
-// Looks while a rank sleeps: first whether another one has left word, which says more than its
+// Looks while a rank sleeps: first whether another one has left a message, which says more than its
 // silence, then whether the awaited one still lives.
 class HostGroup::PeerWatch : public Watch {
  public:
@@ -41,7 +41,7 @@ class HostGroup::PeerWatch : public Watch {
     return !why_.empty() || !left_by().empty();
   }
 
-  // Who is called away has abandoned what it was at.
+  // Abandons the wait if this thread was interrupted.
   void look_around() override {
     try {
       check_interruption();
@@ -54,7 +54,7 @@ class HostGroup::PeerWatch : public Watch {
 
   void give_up() override {
     if (group_.failure()) group_.check_usable();
-    // What it said before it died tells more than its death.
+    // A message left before its death tells more than the death.
     if (const std::string left = left_by(); !left.empty())
       group_.give_up(FaultKind::kAbandoned, what(), left);
     group_.wait_for_exit(peer_);
@@ -81,7 +81,7 @@ class HostGroup::PeerWatch : public Watch {
     return errand_ != nullptr ? std::string(errand_->name) : group_.current();
   }
 
-  // Says who has ended this epoch, of those that this wait depends on, and why.
+  // Returns which rank, of those that this wait depends on, has ended this epoch, and why.
   std::string left_by() const { return rejoins_ ? std::string() : group_.left_by(peer_); }
 
   HostGroup& group_;
@@ -91,7 +91,7 @@ class HostGroup::PeerWatch : public Watch {
   std::string why_;
 };
 
-// Tells its caller who is missing, who then looks for the next.
+// Reports the missing rank to its caller, which then looks for the next.
 class HostGroup::RollCallWatch final : public PeerWatch {
  public:
   RollCallWatch(HostGroup& group, int64_t peer) : PeerWatch(group, peer, nullptr) {}
@@ -172,7 +172,7 @@ void HostGroup::fail(const std::string& text) noexcept {
   if (blocks_.empty() || forks_ != forks_so_far()) return;
   const std::lock_guard<std::mutex> lock(failure_mutex_);
   RankBlock& own = block(rank_);
-  // Who has left has said why.
+  // A rank that has left has given its reason.
   const RankState state = own.state.load(std::memory_order_relaxed);
   if (state == RankState::kFailed || state == RankState::kLeft) return;
   const size_t length = std::min(text.size(), own.failure.size() - 1);
@@ -215,9 +215,9 @@ void HostGroup::abandon(const std::string& reason) noexcept {
   ring_all();
 }
 
-// See [Note: abandoned work]. Whoever comes again after a wait here failed says what it said
-// before, so that a rank which had enough of the earlier word and one which waits for the later one
-// come to the same number.
+// See [Note: abandoned work]. A rank that comes again after a wait here failed publishes the same
+// values again, so that a rank for which the earlier message was enough and one that waits for the
+// later one come to the same number.
 void HostGroup::rejoin() {
   const uint64_t epoch = this->epoch() + 1;
   RankBlock& own = block(rank_);
@@ -296,7 +296,7 @@ std::string HostGroup::step_of(int64_t peer) const {
   return step_text(progress.steps_begun.load(std::memory_order_acquire), done);
 }
 
-// The gravest of those that are gone says it: the others may have left because of it.
+// Advises by the gravest end of a rank that is gone: others may have left because of it.
 std::string_view HostGroup::advice_on_absence() const {
   bool by_error = false;
   for (size_t peer = 0; peer < blocks_.size(); ++peer) {
@@ -329,7 +329,7 @@ void HostGroup::leave(std::string_view error) noexcept {
   ring_all();
 }
 
-// A rank that says no error may yet end by one: Python tells nobody of a sys.exit(1).
+// Waits for the exit status: a rank that reports no error may still end by sys.exit(1).
 void HostGroup::wait_for_exit(int64_t peer) const {
   const PeerProcess& process = processes_[static_cast<size_t>(peer)];
   if (process.pid() == ::getpid()) return;
@@ -344,7 +344,7 @@ void HostGroup::wait_for_end(int64_t peer) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
-// The awaited rank may be waiting itself: who is stopped, or furthest behind it.
+// Returns ranks that the awaited one may itself wait for: stopped ones, or the furthest behind.
 std::string HostGroup::cause_beside(int64_t peer) const {
   const auto entered = [&](int64_t rank) {
     return blocks_[static_cast<size_t>(rank)]->entered.load(std::memory_order_acquire);
@@ -391,7 +391,7 @@ void HostGroup::show_deposit(std::string_view name) {
   RankBlock& own = block(rank_);
   const uint64_t number = own.progress.named.load(std::memory_order_relaxed) + 1;
   auto& place = own.progress.names[number % own.progress.names.size()];
-  name.remove_prefix(name.size() - std::min(name.size(), place.size() - 1));  // ends tell more
+  name.remove_prefix(name.size() - std::min(name.size(), place.size() - 1));  // the end tells more
   *std::copy(name.begin(), name.end(), place.begin()) = '\0';
   own.progress.named.store(number, std::memory_order_release);
 }

@@ -35,8 +35,8 @@ std::string stat_field(pid_t pid, int number) {
   return field;
 }
 
-// To whom the kernel does not tell how a process has ended it says 0. It opens this file to those
-// whom it tells.
+// Returns whether the kernel lets us read that process. To others it reports the exit code as 0. It
+// opens this file to the same readers.
 bool may_look_into(pid_t pid) {
   return std::ifstream("/proc/" + std::to_string(pid) + "/io").get() != EOF;
 }
@@ -45,7 +45,7 @@ constexpr int kState = 1;
 constexpr int kStartTime = 20;
 constexpr int kExitCode = 50;
 
-// Is the first version of struct pidfd_info, which headers have from Linux 6.13 on.
+// The first version of struct pidfd_info, which headers have from Linux 6.13 on.
 struct PidfdInfo {
   uint64_t mask = kExit;
   uint64_t cgroup = 0;
@@ -86,7 +86,7 @@ PeerProcess::~PeerProcess() {
 bool PeerProcess::alive() const {
   if (fd_ >= 0) {
     pollfd watch{fd_, POLLIN, 0};
-    // Less than 0 where a signal of this process came between, say: that tells nothing of the peer.
+    // Less than 0 if a signal of this process interrupted it, say: that tells nothing of the peer.
     return ::poll(&watch, 1, 0) <= 0;
   }
   return started_at_.empty() || stat_field(pid_, kStartTime) == started_at_;

@@ -10,9 +10,9 @@
 
 namespace trireme::shm {
 
-// Says whether another process still runs, for as long as this object lives: a number that the
-// kernel gives to a later process does not count. This process (ranks as threads) always does.
-// Thread-safe after construction.
+// Another process, watched for as long as this object lives: a number that the kernel gives to a
+// later process does not count. This process (ranks as threads) is always alive. Thread-safe after
+// construction.
 class TRIREME_API PeerProcess {
  public:
   PeerProcess() = default;
@@ -26,8 +26,8 @@ class TRIREME_API PeerProcess {
   bool alive() const;
   // Returns "running", "stopped", "sleeping", ... as /proc says; "gone".
   std::string state() const;
-  // Returns what wait() would tell the parent of a process that has ended. Others learn it from
-  // Linux 6.15 on, or, as processes of the same user, until the parent has asked; empty where the
+  // Returns what wait() would tell the parent of a process that has ended. Other processes learn it
+  // from Linux 6.15 on, or, as processes of the same user, until the parent has asked; empty if the
   // kernel does not tell.
   std::optional<int> wait_status() const;
 
@@ -40,24 +40,23 @@ class TRIREME_API PeerProcess {
 };
 
 // Returns how many processes of this machine the kernel has killed for want of memory since it
-// started; empty where it does not count them.
+// started; empty if it does not count them.
 TRIREME_API std::optional<int64_t> out_of_memory_kills();
 
-// Says ": it was killed by SIGKILL", ": it ended with exit code 3", and what is known of the
-// reason, by how many the kernel had killed for want of memory when all was well; nothing without a
-// status.
+// Returns ": it was killed by SIGKILL", ": it ended with exit code 3", and the likely reason, by
+// how many processes the kernel had killed for want of memory before; nothing without a status.
 TRIREME_API std::string text_of_end(std::optional<int> wait_status,
                                     std::optional<int64_t> kills_before);
 inline bool is_sigkill(int wait_status) { return (wait_status & 0x7f) == 9; }
 
-// Says when that process began, to tell it from a later one of that number; empty if there is none.
+// Returns when that process began, to tell it from a later one of that number; empty without one.
 TRIREME_API std::string start_of(pid_t pid);
 
 // Names this start of this machine; equal texts for processes that one kernel runs.
 TRIREME_API std::string host_boot();
 
-// Names the namespace in which this process's pid means something; equal texts for peers that can
-// watch each other.
+// Names the namespace in which this process's pid is valid; equal texts for peers that can watch
+// each other.
 TRIREME_API std::string pid_namespace();
 
 }  // namespace trireme::shm

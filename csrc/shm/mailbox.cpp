@@ -34,8 +34,7 @@ int64_t stride_of(int64_t capacity) {
 
 }  // namespace
 
-// Stands in front of each message, at the beginning of a cache line, the rest of which is the
-// payload's.
+// The head of each message, at the beginning of a cache line, the rest of which is the payload's.
 struct Mailbox::Header {
   int64_t tag;
   int64_t bytes;
@@ -96,7 +95,7 @@ void Mailbox::make_outbox() {
   for (int64_t rank = 0; rank < group_.world(); ++rank) ring(group_.block(rank).mail_bell);
 }
 
-// Returns false if the source has made none yet, or takes it away with it: then look() says so.
+// Returns false if the source has made none yet, or has gone with it: then look() reports it.
 bool Mailbox::open_inbox(int64_t source) {
   RankBlock& theirs = group_.block(source);
   const auto& said = theirs.outbox_address;
@@ -268,8 +267,8 @@ bool Mailbox::read_message(int64_t source) {
   return moved;
 }
 
-// Gives a recv the message that came before it. One that is still coming goes on in the memory of
-// the recv.
+// Gives a recv the message that came before it. One that is still arriving continues in the memory
+// of the recv.
 bool Mailbox::take_letter(const TransferPtr& recv) {
   const auto letter = std::find_if(letters_.begin(), letters_.end(), [&](const Letter& candidate) {
     return (recv->peer == kAnyRank || recv->peer == candidate.source) && recv->tag == candidate.tag;
@@ -308,8 +307,8 @@ void Mailbox::unlist(std::list<TransferPtr>::iterator recv) {
   recvs_.erase(recv);
 }
 
-// Says whether a send fits into the ring: then it is done whether or not its destination was quick
-// enough to refuse it meanwhile.
+// Returns whether a send fits into the ring: then it is done whether or not its destination was
+// quick enough to refuse it meanwhile.
 bool Mailbox::fits_ring(const Transfer& send) const {
   return static_cast<int64_t>(sizeof(Header)) + send.memory.bytes() <= capacity_;
 }

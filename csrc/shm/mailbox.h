@@ -16,26 +16,26 @@
 
 namespace trireme::shm {
 
-// Carries point-to-point messages between the ranks of a host group, as MPI orders them: those of
-// one source with one tag arrive in the order in which they were sent, and meet the posted recvs
-// that they fit in the order of these.
+// Point-to-point messages between the ranks of a host group, ordered as in MPI: messages of one
+// source with one tag arrive in the order in which they were sent, and meet the posted recvs that
+// match them in the order of these.
 //
 // A message streams through a bounded ring from its source to its destination, in chunks, whatever
-// its size. A send is done when its last byte is in the ring, so what fits into it is buffered and
-// nobody waits for the peer; more than that waits until the peer receives. What lies in front of
-// the message that a recv waits for goes to private memory; otherwise unwanted messages stay where
-// they are, and hold their sender back.
+// its size. A send is done when its last byte is in the ring, so a message that fits is buffered
+// and no sender waits for the peer; a larger one waits until the peer receives. Messages in front
+// of the one that a recv waits for go to private memory; otherwise unwanted messages stay in the
+// ring, and hold their sender back.
 //
 // The rings of a rank to all others are one segment, which its first send makes: world x 64 to 256
-// KiB. Ranks that only receive make none, and those that do neither are not needed.
+// KiB. Ranks that only receive make none, and ranks without messages need not take part.
 //
-// Nothing here blocks (but for a second at most if the memory of a peer cannot be opened): whoever
-// waits calls progress() until it returns true no more, then sleeps on mail_bell of the own block,
-// awake every kLookEvery to look(). One thread at a time, but beside the one that uses the host
-// group for collectives. Errors end transfers, with a Fault each:
+// Nothing here blocks (but for a second at most if the memory of a peer cannot be opened): a
+// waiting thread calls progress() until it returns true no more, then sleeps on mail_bell of the
+// own block, awake every kLookEvery to look(). One thread at a time, but beside the one that uses
+// the host group for collectives. Errors end transfers, with a Fault each:
 //   kMismatch        a message had other bytes or another dtype than its recv. It is consumed, and
 //                    all goes on. Its send ends so too if it was larger than the ring and the recv
-//                    was posted; else it had been done before anybody could know
+//                    was posted; else it had been done before the mismatch was known
 //   any other        peer lost, deadline, another rank's failure, no memory: the group has failed,
 //                    and all transfers end with it
 class TRIREME_API Mailbox {
@@ -44,30 +44,30 @@ class TRIREME_API Mailbox {
   Mailbox(const Mailbox&) = delete;
   Mailbox& operator=(const Mailbox&) = delete;
 
-  // Throws Fault, and then nothing was posted: the group has failed, or has no memory (kMemory; the
-  // group goes on).
+  // Posts a transfer. Throws Fault if it was not posted: the group has failed, or has no memory
+  // (kMemory; the group goes on).
   void post(const TransferPtr& transfer);
-  // Moves what can be moved now. Returns true if anything was.
+  // Moves all that can be moved now. Returns true if anything was.
   bool progress();
-  // Ends what waits in vain, and everything if the group has failed.
+  // Ends transfers that wait in vain, and all if the group has failed.
   void look();
-  // Says whether no transfer is pending, and no message is half received.
+  // Returns whether no transfer is pending, and no message is half received.
   bool is_idle() const { return pending_sends_ == 0 && recvs_.empty() && streams_ == 0; }
   bool is_sending() const { return pending_sends_ > 0; }
-  // Returns what has ended since the last call.
+  // Returns the transfers that have ended since the last call.
   std::vector<TransferPtr> take_ended();
 
   // Ends all recvs, or all sends, with Fault(kAborted).
   void withdraw(Transfer::Kind kind, const std::string& why);
-  // Says that no more will be sent; peers that wait for it raise.
+  // Announces that no more will be sent; peers that wait for it raise.
   void close();
-  // Says whether a destination that is still there has not mapped what was sent to it: it would
-  // lose that if this process ended now.
+  // Returns whether a destination that is still there has not mapped the messages sent to it: it
+  // would lose them if this process ended now.
   bool is_unfetched();
 
  private:
   struct Header;
-  // Holds a message that came before its recv.
+  // A message that came before its recv.
   struct Letter {
     int64_t source;
     int64_t tag;
@@ -76,13 +76,13 @@ class TRIREME_API Mailbox {
     int64_t received = 0;
   };
   using Letters = std::list<Letter>;
-  // Holds what comes from one source.
+  // The messages from one source.
   struct Inbox {
     Segment segment;
     RingReader ring;
     uint64_t sequence = 0;
     int64_t wanted = 0;  // posted recvs that name this source
-    // The message that is being read, if `streams`, goes to a recv, to a letter or nowhere.
+    // Whether a message is being read: it goes to `target`, to `letter` or nowhere.
     bool streams = false;
     int64_t left = 0;  // bytes
     TransferPtr target;
@@ -95,7 +95,7 @@ class TRIREME_API Mailbox {
     std::deque<TransferPtr> sends;
   };
   struct Absence {
-    std::string text;  // empty: it is there
+    std::string text;  // empty: the rank is there
     bool left;         // in good order, not by dying
   };
 

@@ -1,4 +1,4 @@
-// Ends messages that do not arrive.
+// The ends of messages that do not arrive.
 
 #include <trireme/shm/mailbox.h>
 
@@ -13,7 +13,7 @@ void Mailbox::look() {
     for (const TransferPtr& transfer : pending()) end(transfer, FaultKind::kAborted, *failure);
     return forget_all();
   }
-  // What a peer sent before it went still counts, so this is asked first.
+  // Asked first, since messages that a peer sent before it went still count.
   absences_.clear();
   for (int64_t peer = 0; peer < group_.world(); ++peer) absences_.push_back(absence_of(peer));
   while (progress()) {
@@ -32,7 +32,7 @@ void Mailbox::look() {
                      "Look what that rank is doing, or raise the timeout."));
     }
   }
-  // This drops messages that nobody waits for, of which no more will come.
+  // Drops messages without a recv, of which no more will come.
   for (int64_t peer = 0; peer < group_.world(); ++peer)
     if (!absences_[static_cast<size_t>(peer)].text.empty()) drop_stream(peer);
 }
@@ -71,7 +71,7 @@ bool Mailbox::is_unfetched() {
   return false;
 }
 
-// Returns what is posted and not ended, sends to one rank in their order.
+// Returns the transfers that are posted and not ended, sends to one rank in their order.
 std::vector<TransferPtr> Mailbox::pending() const {
   std::vector<TransferPtr> pending(recvs_.begin(), recvs_.end());
   for (const Outbox& outbox : outboxes_)
@@ -148,8 +148,8 @@ void Mailbox::forget_all() {
   letters_.clear();
 }
 
-// Drops what came of a message without a recv, and its place in the ring, because its source is
-// gone.
+// Drops the received part of a message without a recv, and its place in the ring, because its
+// source is gone.
 void Mailbox::drop_stream(int64_t source) {
   Inbox& inbox = inboxes_[static_cast<size_t>(source)];
   if (!inbox.streams || inbox.target) return;
@@ -159,7 +159,7 @@ void Mailbox::drop_stream(int64_t source) {
   --streams_;
 }
 
-// Says "recv of 4 float32 from rank 1 with tag 3".
+// Returns "recv of 4 float32 from rank 1 with tag 3".
 std::string Mailbox::describe(const Transfer& transfer) const {
   const bool sends = transfer.kind == Transfer::Kind::kSend;
   const int64_t element = std::max<int64_t>(element_bytes(transfer.dtype), 1);

@@ -29,7 +29,7 @@ enum class Verb : uint8_t {
 };
 std::string_view name(Verb verb);
 
-// Holds what all ranks of a group must say alike when they enter a collective.
+// The properties of a collective that must be equal on all ranks that enter it.
 struct Operation {
   Verb verb = Verb::kNone;
   Dtype dtype = Dtype::kBytes;
@@ -37,16 +37,16 @@ struct Operation {
   int32_t root = -1;         // rank of the group; -1 where there is none
   int64_t count = 0;         // elements in all
   uint64_t shapes_hash = 0;  // hash of the numbers of elements per tensor, where they matter
-  std::string_view label{};  // what is moved, for messages; empty if the caller has no name for it
+  std::string_view label{};  // names the data in messages; empty if the caller has no name for it
   double factor = 1;         // factor of kPremulSum; each rank may have its own
 
-  // Says "all_reduce of 1024 float32 by sum 'bucket 3'".
+  // Returns "all_reduce of 1024 float32 by sum 'bucket 3'".
   std::string to_string() const;
 };
 
-// Holds one collective as a rank's segment tells it to its peers: the fingerprint they compare, and
-// for some time afterwards what happened to it. Plain memory that only the owner writes, before it
-// publishes the sequence number in RankBlock::entered.
+// One collective as a rank's segment shows it to its peers: the fingerprint they compare, and for
+// some time afterwards its fate. Plain memory that only the owner writes, before it publishes the
+// sequence number in RankBlock::entered.
 struct Record {
   uint64_t sequence = 0;
   uint64_t fingerprint = 0;  // hash of all that Operation holds, the whole label included
@@ -67,10 +67,10 @@ struct Record {
 
 uint64_t mix(uint64_t hash, uint64_t value);  // for Operation::shapes_hash
 
-// Says " in step 10", " after step 9"; nothing where none has begun.
+// Returns " in step 10", " after step 9"; nothing if none has begun.
 std::string step_text(uint64_t begun, uint64_t done);
 
-// Says how two ranks' operations differ ("rank 1 called broadcast of ..."), for the error of both.
+// Returns how two ranks' operations differ ("rank 1 called broadcast of ..."), for both errors.
 std::string describe_mismatch(int64_t rank, const Record& mine, int64_t peer, const Record& theirs);
 
 }  // namespace trireme::shm

@@ -9,7 +9,7 @@ constexpr int64_t kAlignment = 64;
 constexpr int64_t kDefined = 1, kRequiresGrad = 2, kOnDevice = 4, kAllFlags = 7;
 constexpr int kDtypeShift = 8, kElementShift = 16, kDimsShift = 32;
 
-// Counts elements and how far the last one lies behind the first; nothing if a number is none.
+// The number of elements, and how far the last one lies behind the first; nothing if invalid.
 struct Extent {
   int64_t numel = 1;
   int64_t last = 0;

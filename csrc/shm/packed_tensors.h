@@ -9,8 +9,8 @@
 
 namespace trireme::shm {
 
-// Says where a tensor lies in the payload of a message, and what it is. A tensor with elements is
-// dense: its strides leave no gap.
+// A tensor and its place in the payload of a message. A tensor with elements is dense: its strides
+// leave no gap.
 struct PackedTensor {
   bool is_defined = false;
   bool requires_grad = false;
@@ -22,7 +22,7 @@ struct PackedTensor {
   std::vector<int64_t> strides{};
 };
 
-// Describes a list of tensors for whoever gets the payload: numbers of 64 bits.
+// Describes a list of tensors for the receiver of the payload, in numbers of 64 bits.
 class TRIREME_API TensorPacker {
  public:
   void clear();
@@ -38,7 +38,7 @@ class TRIREME_API TensorPacker {
   int64_t device_bytes_ = 0;
 };
 
-// Reads a description; nothing if no packer has written it for payloads of so many bytes. Every
+// Reads a description; nothing if no packer has written it for payloads of that many bytes. Every
 // element of every tensor that it returns lies in its payload.
 TRIREME_API std::optional<std::vector<PackedTensor>> unpack(std::span<const int64_t> description,
                                                             int64_t payload_bytes,

@@ -8,14 +8,14 @@
 
 namespace trireme::shm {
 
-// Is a run of bytes of the caller's memory.
+// A run of bytes of the caller's memory.
 struct Piece {
   std::byte* data = nullptr;
   int64_t bytes = 0;
 };
 
-// Lists memory in several places that a collective treats as one, in order: a list of tensors,
-// without flattening it. Each piece has whole elements; the memory is borrowed.
+// Memory in several places that a collective treats as one, in order: a list of tensors, without
+// flattening it. Each piece has whole elements; the memory is borrowed.
 class Pieces {
  public:
   Pieces() = default;

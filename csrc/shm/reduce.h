@@ -8,17 +8,17 @@
 #include <span>
 #include <string_view>
 
-// Declares element-wise reductions of memory that this process sees, and copies of it. Everything
-// here runs on the calling thread, may be called by many at once, and allocates nothing. Pointers
-// need the alignment of one element (of one of its two reals, if complex), no more.
+// Element-wise reductions of memory that this process sees, and copies of it. Everything here runs
+// on the calling thread, may be called by many at once, and allocates nothing. Pointers need the
+// alignment of one element (of one of its two reals, if complex), no more.
 namespace trireme::shm {
 
 enum class ReduceOp : uint8_t { kSum, kAvg, kPremulSum, kProduct, kMin, kMax, kBand, kBor, kBxor };
 
-// Names an operation as torch spells it: "SUM"; "unknown" for a number that is no ReduceOp.
+// Returns an operation's name in torch: "SUM"; "unknown" for a number that is no ReduceOp.
 TRIREME_API std::string_view name(ReduceOp op);
 
-// Says why `op` cannot reduce `dtype`, as the end of a sentence; nothing if it can.
+// Returns why `op` cannot reduce `dtype`, as the end of a sentence; nothing if it can.
 TRIREME_API std::optional<std::string_view> refusal(ReduceOp op, Dtype dtype);
 
 struct ReduceRequest {
@@ -27,14 +27,14 @@ struct ReduceRequest {
   int64_t numel;
   std::span<const void* const> sources;  // in rank order, at least one
   const double* factors = nullptr;       // kPremulSum only: one per source
-  // Says, for kAvg only, of sources that are sums themselves (at least two of them), how many terms
-  // they hold in all. 0: as many as there are sources.
+  // For kAvg only: how many terms the sources hold in all, if they (at least two) are sums
+  // themselves. 0: as many as there are sources.
   int64_t terms = 0;
 };
 
 // Sets dst[i] = sources[0][i] op sources[1][i] op ..., from left to right. `dst` may be one of the
 // sources, if that is listed once. `second`, unless it is null, receives the same bytes (with
-// `stream_second` past the caches, and seen by whoever acquires what this thread releases next).
+// `stream_second` past the caches, and seen by a thread that acquires what this one releases next).
 // Nothing else may overlap.
 //
 // The bits of a result depend on those of the sources and on their order only, not on the
@@ -54,9 +54,9 @@ struct ReduceRequest {
 // or with a negative count, and for `terms` of a single source.
 TRIREME_API void reduce(void* dst, void* second, const ReduceRequest& request, bool stream_second);
 
-// These copy bytes from `src` to `dst`, which do not overlap; the second writes past the caches,
-// whole lines at a time, for what this processor will not read again soon. Its bytes, too, are seen
-// by whoever acquires what this thread releases next.
+// Copy bytes from `src` to `dst`, which do not overlap; the second writes past the caches, whole
+// lines at a time, for data that this processor will not read again soon. Its bytes, too, are seen
+// by a thread that acquires what this one releases next.
 TRIREME_API void copy(void* dst, const void* src, int64_t bytes);
 TRIREME_API void copy_streaming(void* dst, const void* src, int64_t bytes);
 

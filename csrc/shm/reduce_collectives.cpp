@@ -10,7 +10,7 @@ constexpr int64_t kFlatBytes = 16 * 1024;  // up to here every rank reduces ever
 
 }  // namespace
 
-// Is a reduction as the owner of a slice sees it.
+// A reduction as the owner of a slice sees it.
 struct Collectives::Reducing {
   Reducing(Scope& scope, HostGroup& group, const ReduceOptions& how, int64_t root)
       : dtype(how.dtype),

@@ -5,13 +5,13 @@
 #include <cstdint>
 #include <type_traits>
 
-// Defines the elements and the operations that the reductions' loops are made of.
+// The elements and the operations that the reductions' loops are made of.
 namespace trireme::shm {
 
 using cpu::BFloat16;
 using cpu::Half;
 
-// Is a bool of any process: a byte.
+// A bool of any process: a byte.
 struct Truth {
   uint8_t byte;
 };
@@ -22,8 +22,8 @@ struct Complex {
   Real imaginary;
 };
 
-// These return what is computed with for what is stored. (Of fp16 only the type counts: its loops
-// are Isa::widen and Isa::narrow.)
+// Return a stored value in the type computed in. (For fp16 only that type counts: its loops are
+// Isa::widen and Isa::narrow.)
 TRIREME_INLINE float load(BFloat16 value) { return cpu::to_float(value); }
 TRIREME_INLINE float load(Half value) { return cpu::to_float(value); }
 TRIREME_INLINE uint8_t load(Truth value) { return value.byte != 0; }
@@ -44,7 +44,7 @@ TRIREME_INLINE T store(Computed<T> value) {
   }
 }
 
-// These are the operations, on unsigned numbers where integers wrap.
+// The operations, on unsigned numbers where integers wrap.
 struct Sum {
   template <typename C>
   TRIREME_INLINE C operator()(C a, C b) const {

@@ -18,8 +18,8 @@ namespace trireme::shm {
 namespace {
 
 constexpr int64_t kVectorLine = 64;
-// Says how many bytes make one buffer of partial results; few, so that the processor's prefetching
-// sees the sources side by side: with 8 sources in memory, 8 KiB take 1.7 times as long as 2 KiB.
+// The bytes of one buffer of partial results; few, so that the processor's prefetching sees the
+// sources side by side: with 8 sources in memory, 8 KiB take 1.7 times as long as 2 KiB.
 constexpr int64_t kPartialBytes = 2048;
 
 template <typename T>
@@ -53,7 +53,7 @@ template <typename Isa, typename Out, typename A, typename B, typename Op>
   });
 }
 
-// Keeps the compiler from fusing what wrote `data` with what reads it next: a product and a sum
+// Keeps the compiler from fusing writes of `data` with the reads that follow: a product and a sum
 // fused into one instruction round once, and not every instruction set has that one.
 TRIREME_INLINE void settle(void* data) { asm volatile("" : : "r"(data) : "memory"); }
 
@@ -124,7 +124,7 @@ void copy_streaming_by(void* dst, const void* src, int64_t bytes) {
   cpu::stream_fence();
 }
 
-// Describes one reduction, in elements of the type that the loops see.
+// One reduction, in elements of the type that the loops see.
 struct Job {
   void* dst;
   void* second;
@@ -202,8 +202,8 @@ void fold_staged(const Job& job, Op op, Last last) {
   });
 }
 
-// Folds at least two sources by `op`, the last of them by `last`. Of bf16 only sums are worth loops
-// of their own, which widen and round on the way.
+// Folds at least two sources by `op`, the last of them by `last`. For bf16 only sums are worth
+// loops of their own, which widen and round on the way.
 template <typename Isa, typename T, typename Op, typename Last>
 void fold(const Job& job, Op op, Last last) {
   constexpr bool kStaged =

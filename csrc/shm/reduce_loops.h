@@ -8,7 +8,7 @@
 
 namespace trireme::shm {
 
-// Does what reduce.h promises, as one instruction set does it. Requests are not checked.
+// The functions of reduce.h for one instruction set. Requests are not checked.
 struct ReduceLoops {
   std::string_view isa;
   void (*reduce)(void* dst, void* second, const ReduceRequest& request, bool stream_second);

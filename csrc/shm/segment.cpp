@@ -23,7 +23,7 @@
 namespace trireme::shm {
 namespace {
 
-// Closes what it holds.
+// A file descriptor that is closed with this object.
 class File {
  public:
   explicit File(int fd) : fd_(fd) {}
@@ -45,7 +45,7 @@ std::string text_of(int error) { return std::strerror(error); }
 
 Fault no_memory(int64_t bytes, int error) {
   const int64_t free = free_memory_bytes();
-  // The kernel says so, too, where a process has too many maps.
+  // The kernel returns this error also if a process has too many maps.
   const bool has_memory = error == ENOMEM && free >= bytes;
   return {
       FaultKind::kMemory,
@@ -60,7 +60,7 @@ Fault no_memory(int64_t bytes, int error) {
 
 bool is_out_of_files(int error) { return error == EMFILE || error == ENFILE; }
 
-// Says "Too many open files: the limit of this process is 1024".
+// Returns "Too many open files: the limit of this process is 1024".
 std::string text_of_files(int error) {
   rlimit files{};
   if (error != EMFILE || ::getrlimit(RLIMIT_NOFILE, &files) != 0) return text_of(error);
@@ -88,22 +88,21 @@ int open_peers(const SegmentAddress& address) {
              : ::shm_open(path.c_str(), O_RDWR | O_CLOEXEC, 0);
 }
 
-// Keeps one file open, so that a process which has as many as it may can still map the memory of a
-// peer: that takes a file for a moment only.
+// One open file in reserve, so that a process which has as many as it may can still map the memory
+// of a peer: that takes a file for a moment only.
 class SpareFile {
  public:
   static SpareFile& of_process() {
     static auto* spare = new SpareFile;  // threads may outlive static objects
     return *spare;
   }
-  // Lets no other thread of ours take a file that was freed for somebody, or is about to be.
+  // Keeps other threads of ours from taking a file that was freed for a use, or is about to be.
   std::unique_lock<std::mutex> lock() { return std::unique_lock(mutex_); }
 
-  // Holds what a peer's file was opened with: the place of the spare one, if there was no other.
+  // A file opened for a peer's segment: in the place of the spare one, if there was no other.
   class Use {
    public:
-    // Calls `open`, which returns a descriptor and sets errno, with one file more where it needs
-    // it.
+    // Calls `open`, which returns a descriptor and sets errno, with one file more if it needs it.
     template <typename Open>
     explicit Use(const Open& open) : lock_(of_process().lock()) {
       int& spare = of_process().fd_;
@@ -185,7 +184,7 @@ int64_t read_number(const std::filesystem::path& path) {
   return file >> number ? number : -1;
 }
 
-// Returns what the control groups (v2) above this process leave.
+// Returns the bytes that the control groups (v2) above this process leave.
 int64_t free_in_control_group() {
   std::ifstream membership("/proc/self/cgroup");
   int64_t found = std::numeric_limits<int64_t>::max();
@@ -292,8 +291,8 @@ Segment Segment::create_growing(SegmentKind kind, int64_t bytes) {
 
 Segment Segment::make(SegmentKind kind, int64_t bytes, int64_t reserved_bytes, int64_t parts) {
   const int64_t mapped_bytes = bytes + kHeaderBytes;
-  // This is asked first: where a control group is full, the kernel would end a process of it
-  // instead of failing the call.
+  // Checked first: if a control group is full, the kernel would end a process of it instead of
+  // failing the call.
   if (free_memory_bytes() < reserved_bytes) throw no_memory(reserved_bytes, ENOMEM);
 
   Segment segment;

@@ -14,7 +14,7 @@
 
 namespace trireme::shm {
 
-// Holds 128 random bits at the start of a segment: who reads them there shares memory with its
+// 128 random bits at the start of a segment: a process that reads them there shares memory with its
 // maker.
 using Nonce = std::array<uint64_t, 2>;
 TRIREME_API Nonce random_nonce();
@@ -26,7 +26,7 @@ enum class SegmentKind : uint8_t {
 
 constexpr const char* kMemoryName = "trireme";  // name of a memfd, as /proc/<pid>/maps shows it
 
-// Is what every segment begins with.
+// The beginning of every segment.
 struct SegmentHeader {
   static constexpr uint64_t kMagic = 0x31656d6572697274;  // "trireme1"
 
@@ -35,7 +35,7 @@ struct SegmentHeader {
   int64_t bytes;  // behind the header
 };
 
-// Says where a peer finds a segment.
+// Where a peer finds a segment.
 struct TRIREME_API SegmentAddress {
   SegmentKind kind = SegmentKind::kAnonymous;
   pid_t pid = 0;
@@ -51,9 +51,9 @@ struct TRIREME_API SegmentAddress {
   bool operator==(const SegmentAddress&) const = default;
 };
 
-// Is memory that several processes map. Its pages are reserved before anybody touches them, so that
-// this cannot fail later (by who touches them, for create_growing()), and its size is sealed.
-// Nothing of it outlives the last process that maps it, however that ends (a named one: once
+// Memory that several processes map. Its pages are reserved before they are touched, so that this
+// cannot fail later (for create_growing(), by the process that touches them), and its size is
+// sealed. It does not outlive the last process that maps it, however that ends (a named one: once
 // unlink_name() was called). Move-only; not thread-safe.
 class TRIREME_API Segment {
  public:
@@ -62,41 +62,41 @@ class TRIREME_API Segment {
   Segment& operator=(Segment&& other) noexcept;
   ~Segment();
 
-  // Makes at least `bytes` zeros after the nonce. Pages lie on the NUMA node of who reserves them:
-  // the calling thread, or, of a segment in several `parts`, for the first one it and for the
-  // others whoever calls reserve(). Throws Fault(kMemory) saying how much is free.
+  // Makes `bytes` zeros behind the header. Pages lie on the NUMA node of the thread that reserves
+  // them: the calling one, or, in a segment of several `parts`, that one for the first part and
+  // callers of reserve() for the others. Throws Fault(kMemory) with the number of free bytes.
   static Segment create(SegmentKind kind, int64_t bytes, int64_t parts = 1);
 
-  // Makes the same without reserving pages but for the header: addresses only, of which more than
-  // the machine has memory may be asked for. Whoever writes a part of it first reserves that by
-  // grow(), which may be done at any time, in any process.
+  // Makes a segment without reserving pages but for the header: addresses only, of which more than
+  // the machine has memory may be asked for. A process must reserve a part by grow() before it
+  // writes there, which may be done at any time, in any process.
   static Segment create_growing(SegmentKind kind, int64_t bytes);
 
-  // Opens a peer's. Returns an empty one, with the reason in `why_not`, if it cannot be opened or
-  // is not what the address says. Who `keeps_file` takes one file descriptor, for
+  // Opens a peer's segment. Returns an empty one, with the reason in `why_not`, if it cannot be
+  // opened or does not match the address. `keeps_file` takes one file descriptor, for
   // private_in_children().
   static Segment open(const SegmentAddress& address, std::string& why_not, bool keeps_file = false);
 
-  // Reserves one of the equal parts of the pages. Nobody touches the segment until all of them are
-  // reserved. Returns false, with the reason in `why_not`, if there is no memory.
+  // Reserves one of the equal parts of the pages. No process touches the segment until all of them
+  // are reserved. Returns false, with the reason in `why_not`, if there is no memory.
   bool reserve(int64_t part, int64_t parts, std::string& why_not) const;
 
-  // Reserves the pages of [begin, end) of data(), on the NUMA node of the calling thread; those
-  // that are reserved stay as they are. Returns false, with the reason in `why_not`, if there is no
-  // memory. Needs the file: of who made it, or opened it with `keeps_file`.
+  // Reserves the pages of [begin, end) of data(), on the NUMA node of the calling thread; reserved
+  // pages stay as they are. Returns false, with the reason in `why_not`, if there is no memory.
+  // Needs the file: of a segment made here, or opened with `keeps_file`.
   bool grow(int64_t begin, int64_t end, std::string& why_not) const;
 
   explicit operator bool() const { return map_ != nullptr; }
   const SegmentAddress& address() const { return address_; }
-  // Returns where others find it by the file of this process, who made it or opened it with
-  // `keeps_file`, also when its maker has ended; nothing for a named one.
+  // Returns the address by this process's file, of a segment made here or opened with `keeps_file`,
+  // also when its maker has ended; nothing for a named one.
   std::optional<SegmentAddress> address_here() const;
   // Returns memory aligned to 64 bytes.
   std::byte* data() const { return static_cast<std::byte*>(map_) + kHeaderBytes; }
   int64_t bytes() const { return address_.bytes; }
 
-  // While the result lives, which may be no longer than this, forked children write copies of their
-  // own. Null for a peer's that was opened without its file.
+  // Gives forked children copies of their own to write to while the result lives, which may be no
+  // longer than this. Null for a peer's segment that was opened without its file.
   std::unique_ptr<PrivateInChildren> private_in_children() const;
 
   // Removes the name, once every peer has opened the segment. The mapping stays.
@@ -117,7 +117,7 @@ class TRIREME_API Segment {
   int fd_ = -1;
 };
 
-// Returns the bytes that the memory control group of this process and the machine would still give.
+// Returns the bytes that this process's memory control group and the machine would still give.
 TRIREME_API int64_t free_memory_bytes();
 
 }  // namespace trireme::shm

@@ -43,7 +43,7 @@ std::vector<pid_t> all_processes() {
   return found;
 }
 
-// Fills `to` from there. Returns false, with the reason in `error`, if not all of it can be read.
+// Fills `to` from the file. Returns false, with the reason in `error`, if not all can be read.
 bool read_file(const std::string& path, uint64_t offset, Bytes& to, int& error) {
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
   if (fd < 0) {
@@ -100,7 +100,7 @@ bool take_number(std::string_view& text, Number& number, int radix, char until) 
   return true;
 }
 
-// Holds a mapping that several processes may have, and what was read of it.
+// A mapping that several processes may have, and the data read of it.
 struct Candidate {
   std::vector<std::pair<pid_t, Mapping>> holders;
 };
@@ -145,7 +145,7 @@ pid_t own_number_of(pid_t pid) {
 
 namespace {
 
-// Says whether a process still maps it: one that ends gives its memory up before it is seen as
+// Returns whether a process still maps it: one that ends gives its memory up before it is seen as
 // dead.
 bool still_maps(pid_t pid, int64_t bytes, const Mapping& mapping) {
   std::ifstream maps(folder_of(pid) + "/maps");
@@ -185,7 +185,7 @@ SegmentScan scan_segments(int64_t bytes, ReadThrough way) {
       if (read) break;
     }
     if (!read) {
-      // Who has let go of it since mappings were listed is no rank that hides.
+      // A process that has unmapped it since mappings were listed is no rank that hides.
       const auto holder = std::find_if(
           candidate.holders.begin(), candidate.holders.end(),
           [bytes](const auto& entry) { return still_maps(entry.first, bytes, entry.second); });

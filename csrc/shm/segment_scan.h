@@ -12,14 +12,14 @@
 
 namespace trireme::shm {
 
-// Is a segment as another process maps it: a copy of what it holds.
+// A segment that another process maps: a copy of its content.
 struct FoundSegment {
   SegmentHeader header{};
   std::vector<std::byte> bytes;  // behind the header
-  std::vector<pid_t> holders;    // that map it, ascending
+  std::vector<pid_t> holders;    // processes that map it, ascending
 };
 
-// Names a process that this one may not look at.
+// A process that this one may not look at.
 struct HiddenProcess {
   pid_t pid;
   std::string why;  // "Permission denied"
@@ -28,7 +28,7 @@ struct HiddenProcess {
 struct SegmentScan {
   std::vector<FoundSegment> segments;
   std::vector<HiddenProcess> hidden;  // mappings cannot be listed
-  // Segments of that length are mapped whose memory cannot be read.
+  // Processes that map segments of that length whose memory cannot be read.
   std::vector<HiddenProcess> sealed;
 };
 
@@ -38,11 +38,11 @@ enum class ReadThrough : uint8_t {
 };
 
 // Finds all segments of `bytes` that processes of this machine map, read without their help: they
-// may be stopped, stuck or in the middle of a write. Nothing of them is changed. Cost: one pass
-// over /proc/*/maps.
+// may be stopped, stuck or in the middle of a write. Changes nothing. Cost: one pass over
+// /proc/*/maps.
 TRIREME_API SegmentScan scan_segments(int64_t bytes, ReadThrough way = ReadThrough::kMemory);
 
-// Holds one line of /proc/<pid>/maps, if it may be the whole of a segment with that many bytes.
+// One line of /proc/<pid>/maps, if it may be the whole of a segment with that many bytes.
 struct Mapping {
   uint64_t begin = 0;
   uint64_t device = 0;

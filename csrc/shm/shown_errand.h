@@ -10,7 +10,7 @@
 namespace trireme::shm {
 
 // Shows an onlooker (doctor.h) what a rank waits for beside the collectives, as long as it lives.
-// Where several threads of a rank wait, what the first of them waits for is shown.
+// If several threads of a rank wait, the wait of the first is shown.
 class ShownErrand {
  public:
   ShownErrand(RankBlock& own, std::string_view name)

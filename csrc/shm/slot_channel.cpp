@@ -17,11 +17,11 @@ constexpr std::string_view kArea = "slot_channel";
 constexpr int64_t kPage = 4096;
 constexpr auto kSlotBlockBytes = static_cast<int64_t>(sizeof(SlotBlock));
 
-// A pipeline of many micro-batches has so many on their way at one time.
+// The number of slots that a pipeline of many micro-batches has on their way at one time.
 constexpr int64_t kMostLentSlots = 64;
 constexpr int64_t kLeastLentSlots = 4;
 constexpr int64_t kMostLentBytes = int64_t{1} << 30;
-// Slots take so large a part of what a process may have.
+// Slots take at most this fraction of a process's limits.
 constexpr int64_t kShareOfLimits = 8;
 
 // Returns an eighth more than asked for at most, in pages, so that messages which differ a little
@@ -57,7 +57,7 @@ SlotBlock& slot_block(const Segment& segment) {
   return *reinterpret_cast<SlotBlock*>(segment.data());
 }
 
-// Refuses what follows work that was abandoned, before all ranks have met again.
+// Refuses messages after abandoned work, before all ranks have met again.
 void check_usable(HostGroup& group) {
   group.check_usable();
   if (group.has_abandoned()) throw Fault(FaultKind::kAbandoned, group.why_abandoned());
@@ -116,7 +116,7 @@ void SlotSender::wait(std::string_view errand) {
 
 // Takes the first free slot that is large enough, so that few are used, and stay in the caches.
 std::byte* SlotSender::slot_for(int64_t bytes) {
-  was_refused_for_now_ = false;  // what is thrown from here on is said anew
+  was_refused_for_now_ = false;  // set again if memory is refused below
   check_usable(group_);
   const int64_t needed = bytes + kSlotBlockBytes;
   const uint64_t done = block_.done.load(std::memory_order_acquire);
@@ -126,7 +126,7 @@ std::byte* SlotSender::slot_for(int64_t bytes) {
   busy_ = {};
   for (size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];
-    // Whoever is done with it has mapped it.
+    // A receiver that is done with it has mapped it.
     if (slot.sequence <= done) slot.segment.unlink_name();
     if (!slot.is_free()) {
       ++busy_.slots;
@@ -149,8 +149,7 @@ std::byte* SlotSender::slot_for(int64_t bytes) {
     return make_slot(slot, needed);
   } catch (const Fault& fault) {
     if (fault.kind() != FaultKind::kMemory || end_.reserve_bytes == 0) throw;
-    // What counts is how it was when the slots were looked at: one that is free since will be
-    // found.
+    // Judges by the state when the slots were looked at: one that is free since will be found.
     was_refused_for_now_ = done < sent_;
     if (was_refused_for_now_) full_until_ = done + 1;
     if (was_refused_for_now_ || bytes > end_.reserve_bytes) throw;
@@ -272,7 +271,7 @@ std::shared_ptr<const Segment> SlotReceiver::map(const MessageHead& head) {
   if (!told) report_overwritten(head);
   Segment segment = Segment::open(*told, why_not);
   if (!segment) {
-    // One who has ended takes its slots along.
+    // A sender that has ended takes its slots along.
     group_.wait_for_end(end_.peer);
     group_.check_usable();
     const std::string absence = group_.absence_of(end_.peer);

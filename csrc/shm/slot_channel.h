@@ -20,39 +20,39 @@ namespace trireme::shm {
 //
 // A channel carries messages from one rank to another one of its host. The sender owns slots, each
 // a segment of its own, which it makes when a message finds none that is free and large enough. It
-// copies a message into one and says so in a ring of heads that both map. The receiver maps a slot
-// when a head first names its segment, and reads the message where it lies. The slot is busy until
+// copies a message into one and announces it in a ring of heads that both map. The receiver maps a
+// slot when a head first names its segment, and reads the message in place. The slot is busy until
 // the receiver has let go of the message, which any thread of it does by one store into the slot.
 //
-// A sender waits while the receiver has not said of as many messages as the channel holds that it
-// is done with them. It never waits for a slot: whoever keeps what it has received for longer keeps
-// memory and holds nobody up. Each slot is an open file of the sender, though, and a map of both,
-// of which a process may have so many. So the sender lends a bounded number of slots, and of bytes.
-// Beyond that the receiver copies what it takes to memory of its own, and the slot is free at once.
+// A sender waits while the receiver has more messages than the channel holds that it is not done
+// with. It never waits for a slot: a receiver that keeps a message for longer keeps memory and
+// delays no sender. Each slot is an open file of the sender, though, and a map of both, and a
+// process may have only so many. So the sender lends a bounded number of slots, and of bytes.
+// Beyond that the receiver copies each message to memory of its own, and the slot is free at once.
 // A small free slot is replaced rather than joined by a larger one. Once more slots are free than
 // the channel holds messages, or would be lent, the last ones go.
 //
-// Where the system gives no memory, or no file, for a slot, a channel with a reserve sends what is
-// small enough, such as the error that says so, through that: it lies in the memory of the channel
+// If the system gives no memory, or no file, for a slot, a channel with a reserve sends small
+// messages, such as the error that reports this, through that: it lies in the memory of the channel
 // itself, and the receiver always copies out of it. While messages are on their way such a channel
-// says that it is full instead, since their slots will be free.
+// reports that it is full instead, since their slots will be free.
 
-// Begins each slot; zeros are a free one.
+// The beginning of each slot; zeros are a free one.
 struct SlotBlock {
-  alignas(kCacheLine) std::atomic<uint64_t> released;  // number of the last message let go of
+  alignas(kCacheLine) std::atomic<uint64_t> released;  // number of the last message released
 };
 
-// Describes a message in the ring. Plain memory that the sender writes before it counts it as sent.
+// A message in the ring. Plain memory that the sender writes before it counts it as sent.
 struct MessageHead {
   uint64_t sequence = 0;  // counts the messages of the channel from 1
   int64_t step = 0;
   int64_t micro_batch = 0;
-  // These count bytes in the slot: those of the description and the text from its beginning, one
-  // behind the other, those of the payload from the next multiple of a cache line.
+  // Bytes in the slot: description and text from its beginning, one behind the other, then the
+  // payload from the next multiple of a cache line.
   int64_t description_bytes = 0;
   int64_t text_bytes = 0;
   int64_t payload_bytes = 0;
-  uint32_t slot = 0;    // kReserve: it lies in the reserve
+  uint32_t slot = 0;    // kReserve: the message lies in the reserve
   uint32_t slots = 0;   // slots that the sender has
   bool is_lent = true;  // the receiver may keep it in its slot
   SegmentAddress address{};
@@ -66,55 +66,55 @@ struct MessageHead {
 };
 static_assert(std::is_trivially_copyable_v<MessageHead>);
 
-// Begins the memory of a channel, before the ring of heads and the reserve; zeros are an empty
+// The beginning of a channel's memory, before the ring of heads and the reserve; zeros are an empty
 // channel.
 struct ChannelBlock {
   alignas(kCacheLine) std::atomic<uint64_t> sent;
   alignas(kCacheLine) std::atomic<uint64_t> done;
 };
 
-// Returns the bytes of memory, shared by both ranks, of a channel for so many messages.
+// Returns the bytes of memory, shared by both ranks, of a channel for `messages` messages.
 TRIREME_API int64_t channel_bytes(int64_t messages, int64_t reserve_bytes = 0);
 
-// What a sender lets its receiver keep at one time.
+// The most that a receiver may keep of a sender's slots at one time.
 struct LentMemory {
   int64_t slots = 0;
   int64_t bytes = 0;
 };
-// Returns what one of so many peers may keep, by the limit on open files of this process, and for
+// Returns the share of one of `peers` peers, by the limit on open files of this process, and for
 // kNamed by the size of /dev/shm.
 TRIREME_API LentMemory most_lent(SegmentKind kind, int64_t peers);
 
-// Describes one end of a channel.
+// One end of a channel.
 struct ChannelEnd {
   int64_t peer = 0;             // the other end, as rank of the host
   std::byte* memory = nullptr;  // channel_bytes(), zeros at first, aligned to a cache line
-  int64_t messages = 1;         // that it holds at once
+  int64_t messages = 1;         // messages that it holds at once
   bool spares_group = false;    // a peer that is gone with a message ends this channel alone
-  int64_t reserve_bytes = 0;    // for what is sent where there is no memory for a slot
+  int64_t reserve_bytes = 0;    // for messages without memory for a slot
 };
 
-// Sends. One thread at a time. Throws Fault, see HostGroup: then nothing was sent.
+// The sending end. One thread at a time. Throws Fault, see HostGroup: then nothing was sent.
 class TRIREME_API SlotSender {
  public:
   SlotSender(HostGroup& group, const ChannelEnd& end);
-  // What has not been received by now may be lost.
+  // Loses messages that were not received by now.
   ~SlotSender();
   SlotSender(const SlotSender&) = delete;
   SlotSender& operator=(const SlotSender&) = delete;
 
-  // Says also whether a slot was refused, while messages are on their way whose slots will be free.
+  // Returns true also if a slot was refused while messages whose slots will be free are underway.
   bool is_full() const;
-  // Says whether the receiver is done with all that was sent.
+  // Returns whether the receiver is done with all messages.
   bool is_drained() const;
-  // Waits until it is not full. `errand` says in errors what for.
+  // Waits until it is not full. `errand` names the wait in errors.
   void wait(std::string_view errand);
-  // Returns memory for so many bytes of a message, aligned to a cache line; its next send() sends
-  // what was written there. The channel is not full. Throws Fault(kMemory), after which it may be.
+  // Returns memory for that many bytes of a message, aligned to a cache line; the next send() sends
+  // it. The channel is not full. Throws Fault(kMemory), after which it may be.
   std::byte* slot_for(int64_t bytes);
-  // Says whether slot_for() found no memory last, while messages were on their way.
+  // Returns whether slot_for() found no memory last, while messages were on their way.
   bool was_refused_for_now() const { return was_refused_for_now_; }
-  // Sends what lies in the slot. Sequence, slot and address of the head are filled in.
+  // Sends the content of the slot. Sequence, slot and address of the head are filled in.
   void send(MessageHead head);
   int64_t slots() const { return static_cast<int64_t>(slots_.size()); }
 
@@ -135,16 +135,16 @@ class TRIREME_API SlotSender {
   size_t chosen_ = 0;     // kReserve: the reserve
   LentMemory busy_ = {};  // without the chosen slot
   uint64_t sent_ = 0;
-  uint64_t full_until_ = 0;  // so many messages are done
+  uint64_t full_until_ = 0;  // full until that many messages are done
   bool was_refused_for_now_ = false;
 };
 
-// Keeps a received message, in its slot or in a copy. Its last owner may be any thread, and may
-// outlive the host group. Does nothing in a forked child, whose parent has it, too.
+// A received message, in its slot or in a copy. Its last owner may be any thread, and may outlive
+// the host group. Does nothing in a forked child, whose parent has it, too.
 class TRIREME_API HeldSlot {
  public:
   HeldSlot(std::shared_ptr<const Segment> segment, uint64_t sequence);
-  // Copies a message out of where it lies.
+  // Copies a message from its place.
   HeldSlot(const std::byte* message, int64_t bytes);
   ~HeldSlot();
   HeldSlot(const HeldSlot&) = delete;
@@ -161,7 +161,7 @@ class TRIREME_API HeldSlot {
   uint64_t forks_ = 0;
 };
 
-// Receives. One thread at a time. Throws Fault, see HostGroup.
+// The receiving end. One thread at a time. Throws Fault, see HostGroup.
 class TRIREME_API SlotReceiver {
  public:
   SlotReceiver(HostGroup& group, const ChannelEnd& end);
@@ -169,13 +169,13 @@ class TRIREME_API SlotReceiver {
   SlotReceiver& operator=(const SlotReceiver&) = delete;
 
   bool is_empty() const;
-  // Waits until it is not empty. `errand` says in errors what for.
+  // Waits until it is not empty. `errand` names the wait in errors.
   void wait(std::string_view errand);
   struct Message {
     MessageHead head;
     std::shared_ptr<HeldSlot> slot;
   };
-  // Returns the next message of a channel that is not empty. What its head says lies in the slot.
+  // Returns the next message of a channel that is not empty. Its head describes the slot's content.
   Message take_message();
   // Lets the sender send one message more. Called once for each message that was taken.
   void done_with_one() { publish_done(done_ + 1); }

@@ -17,7 +17,7 @@ namespace trireme::shm {
 
 constexpr int64_t kAnyRank = -1;
 
-// Is one message on its way: a send or a recv, from when it is posted until it is done. Made by the
+// One message on its way: a send or a recv, from when it is posted until it is done. Made by the
 // caller, who leaves it and `memory` alone until is_done().
 struct Transfer {
   enum class Kind : uint8_t { kSend, kRecv };
@@ -28,17 +28,17 @@ struct Transfer {
   Pieces memory;
   Dtype dtype = Dtype::kBytes;
   std::chrono::milliseconds timeout{0};  // 0: the group's
-  // Called once, before is_done(), on whichever thread moved the last byte, without a lock held.
+  // Called once, before is_done(), on the thread that moved the last byte, without a lock held.
   // Must not throw.
   std::function<void(const Transfer&)> on_done{};
 
-  // These say, from on_done on, who sent it and what went wrong.
+  // The sender, and the error if any; valid from on_done on.
   int64_t source = kAnyRank;
   std::optional<Fault> fault;
 
   bool is_done() const { return done.load(std::memory_order_seq_cst); }
 
-  // What follows is the mailbox's and the courier's own.
+  // Used by the mailbox and the courier alone.
   Clock::time_point deadline{};
   int64_t moved = 0;
   std::atomic<bool> done{false};

@@ -13,8 +13,8 @@
 
 namespace trireme {
 
-// Holds what a collective was called with, and what is wrong with it. One rank may be the only one
-// to see it, so it is not thrown here: the reason travels, and all ranks raise
+// The arguments of a collective, and what is wrong with them. An error is not thrown here, since
+// one rank may be the only one to see it: the reason travels, and all ranks raise
 // (Collectives::refuse).
 class ShmArguments {
  public:
@@ -28,7 +28,7 @@ class ShmArguments {
   ShmArguments& numel(const char* what, int64_t got, int64_t expected);
   ShmArguments& root(int64_t rank, int64_t world);
 
-  // Says how c10d's ReduceOp is done on elements of what was taken.
+  // Translates c10d's ReduceOp for elements of the dtype that was taken.
   shm::ReduceOptions reduction(const c10d::ReduceOp& op);
 
   // Returns the elements for each of `world` ranks: rows of dim 0 by `splits`, or equal parts if

@@ -34,8 +34,8 @@ void ShmHooks::set_completion_hook(int64_t id, CompletionHook hook) {
   reports_.store(!completion_hooks_.empty());
 }
 
-// Calls a copy of the hooks: a hook may take the lock of Python, which whoever sets another one may
-// hold.
+// Calls a copy of the hooks: a hook may take the lock of Python, which a thread that sets another
+// hook may hold.
 template <typename Hook, typename... Arguments>
 void ShmHooks::run(const Hooks<Hook>& hooks, const Arguments&... arguments) noexcept {
   try {
@@ -70,7 +70,7 @@ void ShmHooks::failed(const shm::Fault& fault) noexcept {
     default:
       return;  // the group goes on
   }
-  ErrorType none = ErrorType::SUCCESS;  // what ended the group was the first
+  ErrorType none = ErrorType::SUCCESS;  // the first cause of the end counts
   error_.compare_exchange_strong(none, type);
   run_abort_hooks();
 }

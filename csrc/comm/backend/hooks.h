@@ -14,33 +14,32 @@
 
 namespace trireme {
 
-// Names one operation that ended well.
+// One operation that ended well.
 struct ShmCompletion {
   uint64_t key;  // the Work's; never used again in this process
   c10d::OpType type;
-  uint64_t sequence;  // collectives and messages are counted apart
+  uint64_t sequence;  // collectives and messages are counted separately
   std::chrono::steady_clock::time_point started;
   std::chrono::steady_clock::time_point finished;
 };
 
-// Holds what is to be called when an operation ends well, and before this rank raises that the
-// group has ended. Hooks run on whichever thread ran the operation, without a lock of the group's
-// held; those of two operations may run at once. What they throw is said once as a warning.
-// Thread-safe.
+// The functions to call when an operation ends well, and before this rank raises that the group has
+// ended. Hooks run on the thread that ran the operation, without a lock of the group's held; hooks
+// of two operations may run at once. What they throw becomes a warning, once. Thread-safe.
 //
-// Hooks of an abort run once in the life of a group, in the order of their numbers, before anybody
-// sees the error: whoever comes meanwhile waits for them.
+// Abort hooks run once in the life of a group, in the order of their numbers, before any caller
+// sees the error: threads that come meanwhile wait for them.
 class ShmHooks {
  public:
   using AbortHook = std::function<void()>;
   using CompletionHook = std::function<void(const ShmCompletion&)>;
 
-  void set_abort_hook(int64_t id, AbortHook hook);  // an empty one is none
+  void set_abort_hook(int64_t id, AbortHook hook);  // an empty hook removes it
   void set_completion_hook(int64_t id, CompletionHook hook);
 
   void completed(const ShmCompletion& completion) noexcept;
   bool hears_completions() const { return reports_.load(std::memory_order_relaxed); }
-  // Does what a fault of an operation means for the group.
+  // Records what a fault of an operation means for the group, and runs abort hooks if it ends it.
   void failed(const shm::Fault& fault) noexcept;
   void aborting() noexcept;
   c10d::ErrorType error() const { return error_.load(); }

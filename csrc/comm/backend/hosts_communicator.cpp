@@ -12,19 +12,19 @@ class HostsCommunicator final : public ShmVerbs {
  public:
   using ShmVerbs::ShmVerbs;
 
-  // Whoever waits, here or on another host, raises: no rank looks into the Store meanwhile.
+  // Makes waits here and on other hosts raise: no rank looks into the Store meanwhile.
   void announce_failure(const std::string& reason) noexcept override {
     if (uses_others()) others().announce_failure(reason);
     backend()->fail(reason);
   }
 
-  // What is announced must be heard in parts of the group, too.
+  // Splits through c10d: announcements must be heard in parts of the group, too.
   std::shared_ptr<Communicator> split(const std::vector<int>& ranks,
                                       const std::string& name) override {
     return others().split(ranks, name);
   }
 
-  // Messages cross between hosts by the engine that connects them.
+  // Sends between hosts, by the engine that connects them.
   Pending send(std::vector<at::Tensor> tensors, int64_t to, std::string label) override {
     return others().send(std::move(tensors), to, std::move(label));
   }

@@ -78,7 +78,7 @@ class ShmAllocator final : public c10::Allocator {
     return segment;
   }
 
-  // Keeps it unless somebody else (a window) still holds it: then it is gone when that lets go.
+  // Keeps a segment unless another owner (a window) still holds it: that one then frees it.
   void keep(SegmentPtr segment) {
     std::deque<SegmentPtr> dropped;  // after the lock
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -105,7 +105,7 @@ ShmAllocator& allocator() {
 
 void ShmAllocator::release(void* context) {
   const std::unique_ptr<Block> block(static_cast<Block*>(context));
-  // What was taken before a fork is the parent's, too.
+  // Memory taken before a fork is the parent's, too.
   if (block && block->forks == forks_so_far()) allocator().keep(std::move(block->segment));
 }
 

@@ -10,14 +10,14 @@
 
 namespace trireme {
 
-// Gives memory of CPU tensors that other processes can map (ShmWindow): anonymous segments,
-// reserved when they are made. Nothing of it outlives the processes that map it. What tensors give
-// back is kept for the next ones, up to 256 MiB per process, because to reserve pages costs as much
-// as to fill them. In a forked child it is the parent's, not a copy: what the child writes the
-// parent sees.
+// Returns an allocator of CPU memory that other processes can map (ShmWindow): anonymous segments,
+// reserved when they are made. No segment outlives the processes that map it. Freed memory is kept
+// for the next tensors, up to 256 MiB per process, because to reserve pages costs as much as to
+// fill them. In a forked child it is the parent's memory, not a copy: the parent sees what the
+// child writes.
 //
-// One per process, never destroyed, thread-safe. allocate() throws c10::DistBackendError, saying
-// what is needed and what is free.
+// There is one per process, never destroyed, thread-safe. allocate() throws c10::DistBackendError,
+// saying how much is needed and how much is free.
 std::shared_ptr<c10::Allocator> shm_allocator();
 
 // Returns the segment that a tensor of that allocator lies in; null if it lies elsewhere.

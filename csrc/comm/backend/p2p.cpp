@@ -34,7 +34,7 @@ std::exception_ptr as_c10d_error(const std::string& text) {
   }
 }
 
-// Is one send or recv. Whoever waits for it moves it.
+// One send or recv. A thread that waits for it moves it.
 class P2pWork final : public c10d::Work {
  public:
   P2pWork(shm::HostGroup& group, c10d::OpType type, const char* title, at::Tensor tensor,
@@ -100,7 +100,7 @@ class P2pWork final : public c10d::Work {
     try {
       const at::NoGradGuard no_grad;
       if (transfer.fault) {
-        if (group_.failure()) hooks_->failed(*transfer.fault);  // not where this rank just leaves
+        if (group_.failure()) hooks_->failed(*transfer.fault);  // not if this rank just leaves
         error = as_c10d_error(transfer.fault->what());
       } else {
         memory_.write_back();
@@ -138,8 +138,8 @@ class P2pWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// Holds all ShmP2p of this process that have a courier. It is never destroyed: groups may outlive
-// static objects.
+// All ShmP2p of this process that have a courier. Never destroyed: groups may outlive static
+// objects.
 struct Everyone {
   std::mutex mutex;
   std::set<ShmP2p*> live;

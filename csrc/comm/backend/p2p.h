@@ -17,19 +17,19 @@
 
 namespace trireme {
 
-// Runs send and recv of the backend: messages of one tensor each, through shm::Courier. See
+// The send and recv of the backend: messages of one tensor each, through shm::Courier. See
 // shm/mailbox.h for their order and for what each costs; nothing is made before the first of them.
 //
-// Errors: a tensor that cannot be sent, or a rank that does not exist, raises ValueError here. What
-// comes later is a DistBackendError of the Work: a message of another size or dtype than the recv's
-// (the group goes on), and what ends the group.
+// Errors: a tensor that cannot be sent, or a rank that does not exist, raises ValueError here.
+// Later errors are a DistBackendError of the Work: a message of another size or dtype than the
+// recv's (the group goes on), and any failure that ends the group.
 //
 // Thread-safe. The host group lives until close().
 class ShmP2p {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   struct Peer {
-    std::optional<int64_t> rank;  // none: whoever sends; the Work knows in the end
+    std::optional<int64_t> rank;  // none: any sender; the Work knows which one in the end
     int tag;
     std::chrono::milliseconds timeout;
   };
@@ -42,7 +42,7 @@ class ShmP2p {
   WorkPtr send(const std::vector<at::Tensor>& tensors, const Peer& to);
   WorkPtr recv(const std::vector<at::Tensor>& tensors, const Peer& from);
 
-  // Waits, for some seconds, until what was sent can be received; what was to be received raises.
+  // Waits, for some seconds, until sent messages can be received; pending recvs raise.
   void close();
 
  private:
@@ -58,7 +58,7 @@ class ShmP2p {
   bool closed_ = false;
 };
 
-// Calls close() on all that this process has, which may end without having destroyed its groups.
+// Calls close() on all ShmP2p of this process, which may end without having destroyed its groups.
 TRIREME_API void close_all_p2p();
 
 }  // namespace trireme

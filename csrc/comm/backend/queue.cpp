@@ -18,11 +18,11 @@
 namespace trireme {
 namespace {
 
-// Says how long the queue's thread leaves an operation to whoever waits for it, where no CPU is
-// free. Most backwards end sooner; one that does not gets its first buckets reduced underway.
+// How long the queue's thread leaves an operation to a thread that waits for it, if no CPU is free.
+// Most backwards end sooner; a longer one gets its first buckets reduced meanwhile.
 constexpr std::chrono::milliseconds kPatience{50};
 
-// These are the queue whose callbacks this thread runs, and the one whose operation it is at.
+// The queue whose callbacks this thread runs, and the one whose operation it runs.
 thread_local const void* calls_back_for = nullptr;
 thread_local const void* operates_for = nullptr;
 
@@ -145,7 +145,7 @@ ShmQueue::Ended ShmQueue::run_next(Shared& shared, std::unique_lock<std::mutex>&
     ended.error = std::current_exception();
   }
   operates_for = outer;
-  // Freeing tensors and callbacks of Python takes its lock, which whoever waits for ours may hold.
+  // Freeing tensors and callbacks of Python takes its lock, which waiters for ours may hold.
   task = {};
   ended.work->complete(ended.error);
   lock.lock();
@@ -173,7 +173,7 @@ std::exception_ptr ShmQueue::run_next_and_tell(Shared& shared, std::unique_lock<
   return error;
 }
 
-// Ends this thread's wait, whichever operation it was at.
+// Ends this thread's wait if it was interrupted, whichever operation it ran.
 void ShmQueue::rethrow_interruption(Shared& shared, const std::exception_ptr& error) {
   if (!error) return;
   try {
@@ -181,7 +181,7 @@ void ShmQueue::rethrow_interruption(Shared& shared, const std::exception_ptr& er
   } catch (const Interruption&) {
     shared.told = shared.untold.load();
     throw;
-  } catch (...) {  // whoever waits for that operation hears of it
+  } catch (...) {  // a thread that waits for that operation gets the error
   }
 }
 
@@ -195,7 +195,7 @@ void ShmQueue::run_until_done(Shared& shared, ShmWork& work) {
     rethrow_interruption(shared, run_next_and_tell(shared, lock));
 }
 
-// Has the queue's own thread take what is queued up to that.
+// Makes the queue's own thread take all operations up to that one.
 void ShmQueue::hurry(Shared& shared, const ShmWork& work) {
   const std::lock_guard<std::mutex> lock(shared.mutex);
   const auto is_it = [&](const Task& task) { return task.work.get() == &work; };
@@ -206,8 +206,8 @@ void ShmQueue::hurry(Shared& shared, const ShmWork& work) {
   shared.changed.notify_all();
 }
 
-// Serves a thread that was called away while it waited for an operation that another one runs: it
-// abandons that as if it had run it itself.
+// Ends a wait, by an interruption, for an operation that another thread runs: abandons the
+// operation as if this thread had run it itself.
 void ShmQueue::leave(Shared& shared, ShmWork& work, const std::string& reason) {
   std::unique_lock<std::mutex> lock(shared.mutex);
   if (work.isCompleted()) return;
@@ -218,8 +218,7 @@ void ShmQueue::leave(Shared& shared, ShmWork& work, const std::string& reason) {
   if (--shared.in_callbacks == 0) shared.changed.notify_all();
 }
 
-// Throws where nothing could run it: operations go one after the other, and this thread is in the
-// middle of one.
+// Throws if this thread is in the middle of an operation: no thread could run the next one.
 void ShmQueue::refuse_within(const Shared& shared, const char* call) {
   if (operates_for != &shared) return;
   C10_THROW_ERROR(
@@ -231,7 +230,7 @@ void ShmQueue::refuse_within(const Shared& shared, const char* call) {
                  shared.where, "Only note the signal there, and act on it between operations."));
 }
 
-// Runs the next operation on one of the queue's threads, of which at most all but one are in
+// Runs the next operation on one of the queue's threads, and starts one more if all are in
 // callbacks.
 void ShmQueue::run_next_and_stand_in(std::unique_lock<std::mutex>& lock) {
   Shared& shared = *shared_;

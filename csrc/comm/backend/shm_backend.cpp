@@ -25,7 +25,7 @@ constexpr const char* kName = "trireme";
 
 thread_local std::string current_label;
 
-// Holds all backends of this process. It is never destroyed: groups may outlive static objects.
+// All backends of this process. Never destroyed: groups may outlive static objects.
 struct LivingBackends {
   std::mutex mutex;
   std::set<ShmBackend*> all;
@@ -35,8 +35,8 @@ LivingBackends& living_backends() {
   return *living;
 }
 
-// Returns the first line of what an error says, without the place in torch's source that its checks
-// put before it.
+// Returns the first line of an error, without the place in torch's source that its checks put
+// before it.
 std::string first_line(const std::exception& error) {
   std::string text = what_of(error);
   if (text.starts_with('[')) {
@@ -192,7 +192,7 @@ void ShmBackend::abandon(const std::string& reason) noexcept {
   }
 }
 
-// A thread of this rank no longer waits for an operation that runs.
+// Gives up an operation that a thread of this rank no longer waits for.
 uint64_t ShmBackend::leave(const std::string& reason) {
   const std::string text =
       error_text("shm_backend", reason, where_, "Look for the error of that rank.");
@@ -237,7 +237,7 @@ ShmBackend::WorkPtr ShmBackend::all_gather_in_host(const TensorLists& parts) {
 }
 
 void ShmBackend::shutdown() {
-  if (forks_ != forks_so_far()) return;  // what is in flight is the parent's
+  if (forks_ != forks_so_far()) return;  // operations in flight are the parent's
   queue_.drain();
   if (p2p_) p2p_->close();
   if (inner_) inner_->shutdown();
@@ -281,22 +281,22 @@ ShmBackend::WorkPtr ShmBackend::submit(Request request, Run run) {
   return work;
 }
 
-// Returns the epoch of the group to which what is submitted now belongs; 0 if that begins the next
-// one.
+// Returns the epoch of the group to which an operation submitted now belongs; 0 if it begins the
+// next one.
 uint64_t ShmBackend::open_epoch() const {
   const uint64_t epoch = group_ && group_->has_memory() ? group_->epoch() : 0;
   return epoch > 0 && group_->has_abandoned() && queue_.is_told(epoch) ? 0 : epoch;
 }
 
-// Refuses a further step of what was abandoned, which would else be taken for the first one of what
-// follows.
+// Refuses a further step of abandoned work, which would else be taken for the first step of the
+// work that follows.
 void ShmBackend::refuse_if_over(uint64_t epoch) const {
   if (epoch > 0 && group_->epoch() == epoch && group_->has_abandoned())
     C10_THROW_ERROR(DistBackendError, group_->why_abandoned());
 }
 
-// A rank that fails before it has entered, for want of memory for a copy say, tells its peers, who
-// would wait for it until their deadline; its own error stays what it was.
+// A rank that fails before it has entered, for want of memory for a copy say, tells its peers,
+// which would wait for it until their deadline; its own error stays the same.
 void ShmBackend::run_or_refuse(Call& call, const char* name, const Run& run) {
   const uint64_t before = call.run.sequence();
   try {

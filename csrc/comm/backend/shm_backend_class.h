@@ -20,7 +20,7 @@
 
 namespace trireme {
 
-// See shm_backend.h. Old names of c10d's verbs are overridden, which newer torch forwards to.
+// See shm_backend.h. Overrides the old names of c10d's verbs, which newer torch forwards to.
 class ShmBackend final : public c10d::Backend {
  public:
   using Tensors = std::vector<at::Tensor>;
@@ -39,18 +39,18 @@ class ShmBackend final : public c10d::Backend {
   c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
                                     const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Options>& options) override;
-  // The ranks that remain call it, also when a rank that goes has ended this group; with flag 1 the
-  // group is aborted first.
+  // Called by the ranks that remain, also when a rank that goes has ended this group; with flag 1
+  // the group is aborted first.
   bool supportsShrinking() const override { return true; }
   c10::intrusive_ptr<Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int flags,
                                      const c10::intrusive_ptr<Options>& options) override;
-  void abort() override;     // whatever waits, and whatever is called later, raises
+  void abort() override;     // all that waits, and all later calls, raise
   void shutdown() override;  // after what is queued
-  // Says whether all ranks share memory; false also where only those of each host do.
+  // Returns whether all ranks share memory; false also if only the ranks of each host do.
   bool shares_memory() const { return collectives_ != nullptr; }
-  // Says whether any ranks share memory; Gloo does all where every rank is alone on its host.
+  // Returns whether any ranks share memory; Gloo does all if every rank is alone on its host.
   bool uses_memory() const { return collectives_ != nullptr || hosts_ != nullptr; }
-  // shm_backend_hooks.cpp has these; messages over Gloo are not reported.
+  // Defined in shm_backend_hooks.cpp; messages over Gloo are not reported.
   c10d::ErrorType getError() override;
   void registerOnCompletionHook(
       std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
@@ -63,14 +63,14 @@ class ShmBackend final : public c10d::Backend {
   void registerCompletionHook(int64_t id, CompletionHook hook) TRIREME_HOOKS_OVERRIDE;
   void unregisterCompletionHook(int64_t id) TRIREME_HOOKS_OVERRIDE;
 
-  // shm_backend_memory.cpp has these: local calls, but for new_window(), which is collective.
+  // Defined in shm_backend_memory.cpp: local calls, but for new_window(), which is collective.
   bool supportsTensorAlloc(c10::DeviceIndex /*index*/) override { return shares_memory(); }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   std::shared_ptr<c10::Allocator> getMemAllocator() override;
   bool supportsWindow() const TRIREME_WINDOW_OVERRIDE { return shares_memory(); }
   c10::intrusive_ptr<Window> new_window(const std::optional<at::Tensor>& tensor)
       TRIREME_WINDOW_OVERRIDE;
-  // Tells the hooks and getError() what went wrong beside the operations.
+  // Tells the hooks and getError() about a fault outside the operations.
   void note(const shm::Fault& fault) noexcept;
 
   // Does this group's part of leave_all_groups().
@@ -79,26 +79,26 @@ class ShmBackend final : public c10d::Backend {
   // Ends the group with a reason that all ranks repeat; abort() ends Gloo's below it, too.
   void fail(const std::string& reason) noexcept;
 
-  // Communicators use what follows. host_group() are the ranks of this host; it may only be called
-  // where uses_memory().
+  // For communicators. host_group() are the ranks of this host; it may only be called if
+  // uses_memory().
   shm::HostGroup& host_group() { return *group_; }
-  // Abandons work as shm::HostGroup::abandon does. What is queued and has not begun ends with that
-  // reason, too.
+  // Abandons work as shm::HostGroup::abandon does. Queued operations that have not begun end with
+  // that reason, too.
   void abandon(const std::string& reason) noexcept;
   using Task = std::function<void(shm::Collectives&, const shm::CallOptions&)>;
-  // Runs `task` in the order of the group's operations, where shares_memory(); returns when it has
+  // Runs `task` in the order of the group's operations, if shares_memory(); returns when it has
   // run.
   void run_in_order(const char* title, Task task);
-  // Runs `task` as run_in_order() does, where only the ranks of each host share memory.
+  // Runs `task` as run_in_order() does, if only the ranks of each host share memory.
   using HostsTask = std::function<void(MultiHostCollectives&, const shm::CallOptions&)>;
   void run_between_hosts(const char* title, HostsTask task);
-  // Starts what Host::all_gather_in_host describes, where only the ranks of each host share memory.
+  // Starts Host::all_gather_in_host, if only the ranks of each host share memory.
   WorkPtr all_gather_in_host(const TensorLists& parts);
   // Broadcasts tensors of one dtype as if they were one.
   WorkPtr broadcast_coalesced(Tensors& tensors, const c10d::BroadcastOptions& options);
 
-  // Names what the operations move that this thread submits while it lives. Errors repeat the name,
-  // and ranks compare it.
+  // Names the data of all operations that this thread submits while it lives. Errors repeat the
+  // name, and ranks compare it.
   class ScopedLabel {
    public:
     explicit ScopedLabel(std::string label);
@@ -107,7 +107,7 @@ class ShmBackend final : public c10d::Backend {
     ScopedLabel& operator=(const ScopedLabel&) = delete;
   };
 
-  // shm_backend_verbs.cpp has these.
+  // Defined in shm_backend_verbs.cpp.
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
   WorkPtr allreduce_coalesced(Tensors& tensors,
@@ -143,7 +143,7 @@ class ShmBackend final : public c10d::Backend {
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
  private:
-  // Holds what an operation is given when its turn has come.
+  // The arguments of an operation when its turn has come.
   struct Call {
     GroupCollectives run;
     shm::CallOptions options;
@@ -195,8 +195,8 @@ class ShmBackend final : public c10d::Backend {
   std::unique_ptr<shm::Collectives> collectives_;
   std::shared_ptr<ShmHooks> hooks_ = std::make_shared<ShmHooks>();
   std::unique_ptr<ShmP2p> p2p_;
-  // These two replace the two above where ranks are on several hosts. hosts_ is there only if some
-  // ranks share a host; inner_ does what hosts_ does not do.
+  // Replace the two above if ranks are on several hosts. hosts_ is there only if some ranks share a
+  // host; inner_ does what hosts_ does not do.
   std::unique_ptr<MultiHostCollectives> hosts_;
   c10::intrusive_ptr<Backend> inner_;
   ShmQueue queue_;  // last: its thread uses all of the above

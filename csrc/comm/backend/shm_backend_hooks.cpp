@@ -1,4 +1,4 @@
-// This is what the backend tells those that registered with it, and what it says of itself.
+// The hooks that are registered with the backend, and the state that it reports.
 
 #include <trireme/comm/backend/shm_backend_class.h>
 #include <trireme/common/forks.h>
@@ -9,7 +9,7 @@
 namespace trireme {
 namespace {
 
-// Is the number of registerOnCompletionHook's hook, which has none of its own.
+// The number of registerOnCompletionHook's hook, which has none of its own.
 constexpr int64_t kOnCompletion = std::numeric_limits<int64_t>::min();
 
 }  // namespace
@@ -17,7 +17,7 @@ constexpr int64_t kOnCompletion = std::numeric_limits<int64_t>::min();
 c10d::ErrorType ShmBackend::getError() {
   if (!uses_memory()) return inner_->getError();
   if (hooks_->error() == c10d::ErrorType::SUCCESS && group_->failure())
-    return c10d::ErrorType::REMOTE_ERROR;  // not met by an operation of this rank yet
+    return c10d::ErrorType::REMOTE_ERROR;  // no operation of this rank has met it yet
   return hooks_->error();
 }
 

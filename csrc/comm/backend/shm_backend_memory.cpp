@@ -1,4 +1,4 @@
-// Makes tensors in memory that the ranks of a host can share, and windows on them.
+// Tensors in memory that the ranks of a host can share, and windows on them.
 
 #include <trireme/comm/backend/memory.h>
 #include <trireme/comm/backend/shm_backend_class.h>

@@ -329,7 +329,7 @@ WorkPtr ShmBackend::all_reduce(Request request, const c10d::ReduceOp& op) {
   });
 }
 
-// outputs[i] holds what inputs[i] is on each rank, rank by rank.
+// Gathers, into outputs[i], inputs[i] of each rank, rank by rank.
 WorkPtr ShmBackend::all_gather_into(Request request, const Tensors& outputs,
                                     const Tensors& inputs) {
   ShmArguments& arguments = request.arguments;
@@ -351,7 +351,7 @@ WorkPtr ShmBackend::all_gather_into(Request request, const Tensors& outputs,
   });
 }
 
-// inputs[i] holds what each rank gets of it in outputs[i], rank by rank.
+// Reduces inputs[i], which holds the part of each rank for its outputs[i], rank by rank.
 WorkPtr ShmBackend::reduce_scatter_from(Request request, const Tensors& outputs,
                                         const Tensors& inputs, const c10d::ReduceOp& op) {
   ShmArguments& arguments = request.arguments;

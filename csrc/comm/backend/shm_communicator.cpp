@@ -26,7 +26,7 @@ class ShmCommunicator final : public ShmVerbs {
 
   void recover() override {
     if (uses_others() || !backend()->host_group().has_abandoned()) return;
-    backend()->abandon("what comes next has begun");  // whatever is still queued
+    backend()->abandon("what comes next has begun");  // ends what is still queued
     barrier("recovery").wait();
     health()->clear_failure();
   }
@@ -70,7 +70,7 @@ class ShmCommunicator final : public ShmVerbs {
     return {share_memory(bytes, std::move(label)), rank_of()};
   }
 
-  // All ranks have it in this memory.
+  // All ranks of the group map this memory already.
   Pending all_gather_in_host(PartsByRank /*parts*/, std::string label) override {
     return barrier(std::move(label));
   }

@@ -12,8 +12,8 @@ namespace trireme {
 c10::intrusive_ptr<ShmBackend> find_shm_backend(c10d::ProcessGroup& group);
 
 // Makes a Communicator over that backend (backend/verbs.h); `others`, of the same group, is for
-// tensors of other devices. Where all ranks share the memory of a host it recovers from an
-// announced failure, as long as nothing else was used; on several hosts see hosts_communicator.h.
+// tensors of other devices. If all ranks share the memory of a host it recovers from an announced
+// failure, unless `others` was used; on several hosts see hosts_communicator.h.
 std::shared_ptr<Communicator> make_shm_communicator(c10::intrusive_ptr<ShmBackend> backend,
                                                     std::shared_ptr<Communicator> others);
 

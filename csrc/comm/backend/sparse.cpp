@@ -12,7 +12,7 @@ namespace {
 
 using Use = ShmTensors::Use;
 
-// Gathers `mine` of every rank behind each other along dim 0; rank r has numels[r] rows.
+// Gathers `mine` of every rank behind each other along dim 0; rank r has rows[r] rows.
 at::Tensor gather_rows(const GroupCollectives& collectives, const at::Tensor& mine,
                        const std::vector<int64_t>& rows, const shm::CallOptions& options) {
   std::vector<at::Tensor> outputs;
@@ -34,7 +34,7 @@ void all_reduce_sparse(const GroupCollectives& collectives, const at::Tensor& te
   const auto world = static_cast<size_t>(collectives.world());
   at::Tensor user = tensor;
   const at::Tensor mine = tensor.detach().coalesce();
-  // This says what must agree, and how much everybody has.
+  // The properties that must agree, and the number of entries of each rank.
   at::Tensor about = at::tensor({mine._nnz(), mine.sparse_dim()}, at::kLong);
   about = at::cat({about, at::tensor(mine.sizes(), at::kLong)});
   std::vector<at::Tensor> abouts;

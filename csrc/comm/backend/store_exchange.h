@@ -10,7 +10,7 @@
 
 namespace trireme {
 
-// Is a Store as shm/ sees it.
+// A c10d Store as shm/ uses it.
 class StoreExchange final : public shm::Exchange {
  public:
   StoreExchange(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds patience)

@@ -1,7 +1,7 @@
 #pragma once
 
-// Declares what newer torch asks of a backend, under one name for all versions: where torch has a
-// type it is torch's, elsewhere one like it, which only C++ programs can use.
+// Types that newer torch has for backends, under one name for all versions: torch's own if it has
+// them, else similar ones, which only C++ programs can use.
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/version.h>

@@ -13,7 +13,7 @@ namespace {
 
 using TensorList = std::vector<at::Tensor>;
 
-// Holds the works of one verb, in the order they were issued. They keep their tensors alive.
+// The works of one verb, in the order in which they were issued. They keep their tensors alive.
 class ShmState final : public Pending::State {
  public:
   explicit ShmState(const std::vector<ShmBackend::WorkPtr>& works) {
@@ -36,7 +36,7 @@ class ShmState final : public Pending::State {
   std::vector<c10::intrusive_ptr<ShmWork>> works_;
 };
 
-// Is how long a rank waits for a message before it looks whether the other one has left.
+// How long a rank waits for a message before it checks whether the other one has left.
 constexpr std::chrono::milliseconds kLook{250};
 
 class ShmMessages final : public Messages {
@@ -59,7 +59,7 @@ class ShmMessages final : public Messages {
            "has ended");
     }
   }
-  // A message that a rank waits for in vain ends what all ranks are at, as a collective does.
+  // Ends the operations of all ranks, as a collective does, if a message is awaited in vain.
   void check_peer() const {
     const std::string left = backend_->host_group().left_by(peer_);
     if (left.empty()) return;

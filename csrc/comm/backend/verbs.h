@@ -12,10 +12,10 @@
 
 namespace trireme {
 
-// Runs the collectives of a Communicator over the backend "trireme", on one host or several. Lists
-// of CPU tensors go there as they are, one collective per dtype, without flat copies; tensors of
-// other devices go through `others`, which belongs to the same group. What ranks share, and what
-// follows a failure, is said by the classes made of this.
+// The collectives of a Communicator over the backend "trireme", on one host or several. Lists of
+// CPU tensors are passed on without flat copies, in one collective per dtype (one per tensor for
+// gathers and reduce_scatters); tensors of other devices go through `others`, of the same group.
+// Derived classes say which memory ranks share, and what follows a failure.
 class ShmVerbs : public Communicator, public Host {
  public:
   ShmVerbs(c10::intrusive_ptr<ShmBackend> backend, std::shared_ptr<Communicator> others);
@@ -40,10 +40,10 @@ class ShmVerbs : public Communicator, public Host {
  protected:
   using Works = std::vector<ShmBackend::WorkPtr>;
 
-  // Returns what `submit` returns, with that label.
+  // Returns the works of `submit`, which runs under that label.
   static Pending issue(std::string label, const std::function<Works()>& submit);
   const c10::intrusive_ptr<ShmBackend>& backend() const { return backend_; }
-  // Returns the communicator by which part of what this rank does goes from now on.
+  // Returns the communicator for other devices, and notes that it is used.
   Communicator& others();
   bool uses_others() const { return uses_others_; }
 

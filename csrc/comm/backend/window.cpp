@@ -28,7 +28,7 @@ struct alignas(shm::kCacheLine) Count {
   std::atomic<uint64_t> value{0};
 };
 
-// Calls `call`; a fault in it is the backend's, too, unless only the caller's patience was over.
+// Calls `call`; a fault in it is the backend's, too, unless only the caller's timeout was over.
 template <typename Call>
 void noted_by(ShmBackend& backend, Call&& call, bool is_impatient = false) {
   translate_faults(call, [&](const shm::Fault& fault) {
@@ -58,7 +58,7 @@ std::vector<Place> gather(shm::Collectives& collectives, Place& mine,
 
 }  // namespace
 
-// Is how a rank tells where its tensor lies.
+// The place of a rank's tensor, as it tells its peers.
 struct ShmWindow::Place {
   std::array<char, 192> address{};  // the segment's address
   int64_t offset = 0;               // bytes in it
@@ -67,12 +67,12 @@ struct ShmWindow::Place {
   int64_t dtype = 0;
 };
 
-// Says what a peer could not open.
+// The reason why a peer's tensor could not be opened.
 struct Obstacle {
   std::array<char, 256> why{};
 };
 
-// Holds a segment of each rank with a counter for each peer, which only that rank writes.
+// A segment of each rank with a counter for each peer, which only that rank writes.
 struct ShmWindow::Signals {
   std::vector<shm::Segment> segments;
   std::vector<std::atomic<uint64_t>> taken;  // signals that wait_signal() took, per peer
@@ -84,7 +84,7 @@ struct ShmWindow::Signals {
   }
 };
 
-// Is a wait_signal(): whoever waits for it waits for the signal.
+// A wait_signal(): waiting for the Work waits for the signal.
 class ShmWindow::SignalWork final : public c10d::Work {
  public:
   SignalWork(c10::intrusive_ptr<ShmBackend> backend, std::shared_ptr<Signals> signals, int64_t peer,
@@ -136,7 +136,7 @@ ShmWindow::ShmWindow(c10::intrusive_ptr<ShmBackend> backend)
             collectives.share_segments(static_cast<int64_t>(world * sizeof(Count)), call);
         shm::Segment& own = signals_->segments[static_cast<size_t>(backend_->getRank())];
         for (size_t peer = 0; peer < world; ++peer) new (own.data() + peer * sizeof(Count)) Count;
-        collectives.barrier(call);  // before anybody waits for one of them
+        collectives.barrier(call);  // before any rank waits for one of them
       });
 }
 

@@ -11,17 +11,17 @@
 
 namespace trireme {
 
-// Is a tensor of each rank that all ranks of a host map: put() is a copy, signal() a counter.
-// Tensors are contiguous and lie in memory of Backend::allocateTensor; shapes and dtypes may differ
-// by rank.
+// A tensor of each rank that all ranks of a host map: put() is a copy, signal() a counter. Tensors
+// are contiguous and lie in memory of Backend::allocateTensor; shapes and dtypes may differ by
+// rank.
 //
-// What a rank put before a signal its peer sees after the wait_signal() that takes it: each takes
-// one, in the order of the calls. Whether a peer reads or writes its own tensor meanwhile is for
-// the program to order.
+// A put before a signal is visible to the peer after the wait_signal() that takes it: each takes
+// one, in the order of the calls. The program must order a peer's reads and writes of its own
+// tensor itself.
 //
-// Making one, tensor_register() and tensor_deregister() are collective, in the order of the group's
-// operations; a rank that cannot take part makes all raise. Errors: what the caller did wrong
-// raises ValueError here, a peer that is lost or late DistBackendError, and ends the group. put and
+// Making a window, tensor_register() and tensor_deregister() are collective, in the order of the
+// group's operations; a rank that cannot take part makes all raise. Errors: wrong arguments raise
+// ValueError here; a peer that is lost or late raises DistBackendError, and ends the group. put and
 // signal are done when they return. Thread-safe but for those three. Keeps the backend alive.
 class ShmWindow final : public Window {
  public:
@@ -42,7 +42,7 @@ class ShmWindow final : public Window {
  private:
   class SignalWork;
   struct Place;
-  // Is a rank's tensor, as this rank sees it.
+  // A rank's tensor, as this rank sees it.
   struct View {
     std::shared_ptr<const shm::Segment> segment;
     at::Tensor tensor;

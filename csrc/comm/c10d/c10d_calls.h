@@ -4,7 +4,7 @@
 
 #include <vector>
 
-// Calls c10d's verbs on flat tensors, whose names changed in torch 2.13; the old ones warn since.
+// c10d's verbs on flat tensors, whose names changed in torch 2.13; the old ones warn since.
 namespace trireme {
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;

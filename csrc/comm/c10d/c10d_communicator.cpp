@@ -28,15 +28,15 @@ namespace {
 
 using TensorList = std::vector<at::Tensor>;
 
-// Shows the same memory in a type every engine can move: complex numbers as pairs of reals.
+// Returns the same memory in a type that every engine can move: complex numbers as pairs of reals.
 at::Tensor as_real(const at::Tensor& tensor) {
   return tensor.is_complex() ? at::view_as_real(tensor) : tensor;
 }
 
-// Shows the same memory as bytes, for verbs that only move: any dtype, bool and float8 too.
+// Returns the same memory as bytes, for verbs that only move: any dtype, bool and float8 too.
 at::Tensor as_bytes(const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); }
 
-// Holds many tensors in one buffer, each at an offset that any dtype may be read from.
+// Many tensors in one buffer, each at an offset that any dtype may be read from.
 class FlatGroup {
  public:
   static constexpr int64_t kAlignBytes = 16;
@@ -79,8 +79,8 @@ class FlatGroup {
 // Bounds the memory of a broadcast of a whole model.
 constexpr int64_t kFlatGroupBytes = int64_t{64} << 20;
 
-// Splits a list into runs that may share a buffer: one device (and dtype), at most kFlatGroupBytes
-// together.
+// Splits a list into runs that may share a buffer: one device (and dtype), each ending with the
+// tensor that reaches kFlatGroupBytes.
 std::vector<TensorList> split_by_buffer(const TensorList& tensors, bool by_dtype) {
   using Key = std::tuple<c10::DeviceType, c10::DeviceIndex, at::ScalarType>;
   std::map<Key, std::pair<TensorList, int64_t>> open;
@@ -110,7 +110,7 @@ std::vector<TensorList> split_by_buffer(const TensorList& tensors, bool by_dtype
 // one buffer.
 constexpr int64_t kSmallBytes = 64 * 1024;
 
-// Holds the works of one verb, in the order they were issued.
+// The works of one verb, in the order in which they were issued.
 class WorkState final : public Pending::State {
  public:
   WorkState(std::shared_ptr<GroupHealth> health, Operation operation)
@@ -152,8 +152,8 @@ class WorkState final : public Pending::State {
   };
   using Stamp = std::atomic<Pending::Clock::rep>;
 
-  // Lets last_step() tell hidden from exposed communication. An engine without futures tells
-  // nothing.
+  // Lets last_step() tell hidden from exposed communication. An engine without futures gives no
+  // times.
   void stamp_completion(c10d::Work& work) {
     try {
       work.getFuture()->addCallback([stamp = finished_](c10::ivalue::Future&) {
@@ -299,7 +299,7 @@ class C10dCommunicator final : public Communicator {
     return Pending(std::move(messages));
   }
 
-  // Runs on the CPU's engine where there is one, as only its work may be waited for in slices: NCCL
+  // Runs on the CPU's engine if there is one, as only its work may be waited for in slices: NCCL
   // ends its communicators when such a wait is over.
   Pending barrier(std::string label) override {
     auto state = begin("barrier", label);

@@ -15,7 +15,7 @@ using MakeCommunicator = std::shared_ptr<Communicator>(c10::intrusive_ptr<c10d::
 
 struct C10dRequest {
   c10::intrusive_ptr<c10d::ProcessGroup> group;
-  // Is the store of that group: ranks leave word there when a collective fails. If it is null,
+  // The Store of that group: ranks leave messages there when a collective fails. If it is null,
   // errors name this rank only.
   c10::intrusive_ptr<c10d::Store> store;
   bool is_gloo = false;                      // Gloo moves the group's CPU tensors, by whatever name
@@ -29,9 +29,9 @@ struct C10dRequest {
 // Shares ownership of the group and the Store.
 //
 // Cost per verb: one collective per list of one contiguous tensor, and for longer lists one
-// collective and one flat copy each way per dtype and device (broadcast: per device, whatever the
-// dtypes). all_gather and reduce_scatter copy nothing where the engine takes lists (NCCL); over
-// Gloo see [Note: pieces over Gloo]: reduce_scatter takes as much memory as its inputs.
+// collective and one flat copy each way per dtype, device and 64 MiB (broadcast: whatever the
+// dtypes). all_gather and reduce_scatter copy nothing if the engine takes lists (NCCL); over Gloo
+// see [Note: pieces over Gloo]: reduce_scatter takes as much memory as its inputs.
 std::shared_ptr<Communicator> make_c10d_communicator(C10dRequest request);
 
 }  // namespace trireme

@@ -20,15 +20,15 @@ constexpr milliseconds kReportPatience{2000};
   C10_THROW_ERROR(DistBackendError, text);
 }
 
-// Leaves out the place in the engine's source that it puts before what it says, and its advice,
-// which knows less than the ranks' own words.
+// Removes the place in the engine's source that it puts before its message, and its advice, which
+// knows less than the ranks' own messages.
 std::string without_frills(std::string cause) {
   if (const size_t end = cause.find("] "); cause.starts_with('[') && end != std::string::npos)
     cause.erase(0, end + 2);
   return cause.substr(0, cause.find(". This is typically caused by"));
 }
 
-// Throws what a look at the board says: a peer has failed, or this wait has no end.
+// Throws if the board shows that a peer has failed, or that this wait has no end.
 void look_around(const std::string& operation, GroupHealth& health) {
   if (const auto announced = health.announced()) throw_peer_failure(operation, *announced, health);
   if (const auto why = health.waits_in_vain()) {
@@ -54,7 +54,7 @@ void look_around(const std::string& operation, GroupHealth& health) {
   C10_THROW_ERROR(DistBackendError, text);
 }
 
-// Waits for at most that long: returns true when the work is finished, throws what it failed of.
+// Waits for at most that long: returns true when the work is finished, throws its error.
 bool wait_slice(c10d::Work& work, milliseconds slice) {
   try {
     work.wait(slice);
@@ -63,7 +63,7 @@ bool wait_slice(c10d::Work& work, milliseconds slice) {
     // c10d says "Operation timed out!" by an exception too; only completion tells the two apart.
     if (!work.isCompleted()) return false;
   }
-  work.wait(slice);  // it may have ended, and well, after it was given up: asked again it says so
+  work.wait(slice);  // asked again, a work that ended well after it was given up says so
   return true;
 }
 
@@ -81,7 +81,7 @@ void rethrow_named(const std::string& operation, GroupHealth& health,
 
 void wait_for_work(c10d::Work& work, bool on_cpu, const Operation& operation, GroupHealth& health) {
   rethrow_named(operation.name, health, [&] {
-    // Orders streams and returns; the engine's own watchdog holds the deadline. Until that bites, a
+    // Orders streams and returns; the engine's own watchdog holds the deadline. Until that acts, a
     // rank whose device waits in vain goes on to enqueue, and comes here.
     if (!on_cpu) {
       work.wait();

@@ -19,12 +19,12 @@ namespace trireme {
 inline constexpr std::chrono::milliseconds kFirstLook{1000};
 inline constexpr std::chrono::milliseconds kNextLook{250};
 
-// Runs `call`; whatever it throws is thrown again as a c10::DistBackendError naming `operation`.
+// Runs `call`; rethrows its errors as a c10::DistBackendError naming `operation`.
 void rethrow_named(const std::string& operation, GroupHealth& health,
                    const std::function<void()>& call);
 
-// What is waited for: its name, and its place among the group's operations (comm/progress.h), 0 if
-// it is not counted.
+// The name of an awaited operation, and its place among the group's operations (comm/progress.h), 0
+// if it is not counted.
 struct Operation {
   std::string name;
   int64_t number = 0;

@@ -10,8 +10,8 @@
 
 namespace trireme {
 
-// Is one bucket as a communication hook sees it: what c10d::GradBucket is built from. `buffer` is
-// 1-D (or a sparse gradient), neither divided nor padded; parameter i owns lengths[i] elements from
+// One bucket as a communication hook sees it, to build a c10d::GradBucket. `buffer` is 1-D (or a
+// sparse gradient), neither divided nor padded; parameter i owns lengths[i] elements from
 // offsets[i].
 struct HookBucket {
   size_t index = 0;
@@ -35,7 +35,7 @@ class TRIREME_API CommHook {
 };
 
 // Runs any hook of c10d's own shape, e.g. a c10d::CppCommHookInterface<State> written for torch's
-// DDP. `group` is where failures are announced and looked for.
+// DDP. Failures are announced to `group`, and looked for there.
 TRIREME_API std::shared_ptr<CommHook> make_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook,
                                                      std::shared_ptr<Communicator> group);
 

@@ -7,7 +7,7 @@
 
 namespace trireme {
 
-// Is the user's collective on its way, and what is copied when it is over.
+// The user's collective on its way, and the copies that follow it.
 class CustomCommunicator::Flat final : public Pending::State {
  public:
   Flat(std::shared_ptr<c10d::Work> work, std::shared_ptr<GroupHealth> health, std::string operation,

@@ -8,12 +8,12 @@ namespace trireme {
 
 using EngineOptions = c10::intrusive_ptr<c10d::Backend::Options>;
 
-// Each copies the options of one engine, for torch 2.11, where they cannot copy themselves.
+// Copy the options of one engine, for torch 2.11, where they cannot copy themselves.
 EngineOptions copy_gloo_options(const EngineOptions& options);
 // Loads NCCL's library; throws what load_nccl() does.
 EngineOptions copy_nccl_options(const EngineOptions& options, RankOf where);
 
-// Is what that library exports for it: fills `copy`.
+// The function that NCCL's library exports for it; fills `copy`.
 using CopyNcclOptions = void(const EngineOptions& options, EngineOptions& copy);
 inline constexpr const char* kCopyNcclOptions = "trireme_copy_nccl_options";
 

@@ -24,7 +24,7 @@ c10::intrusive_ptr<ProcessGroupGloo::Options> gloo_options(const GlooOptions& op
   return result;
 }
 
-// A handler that the program has set stays.
+// Ignores SIGPIPE, unless the program has set a handler.
 void let_writes_to_dead_peers_raise() {
   struct sigaction now = {};
   if (::sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) {

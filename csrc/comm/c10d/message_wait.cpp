@@ -41,7 +41,7 @@ void MessageWait::wait(c10d::Work& work, const std::string& operation) {
   rethrow_named(operation, *health_, [&] {
     const Watched watched(*this, work);
     if (work.wait()) return;
-    // The watch has ended the wait; rethrow_named() says what the peer announced.
+    // The watch has ended the wait; rethrow_named() reports the peer's announcement.
     C10_THROW_ERROR(DistBackendError, "it was given up");
   });
 }

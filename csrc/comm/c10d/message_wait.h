@@ -14,9 +14,9 @@
 namespace trireme {
 
 // Waits for messages in CPU memory. Engines cannot wait for them in slices, as wait_for_work() does
-// for collectives: Gloo gives its connections up when such a wait is over. So this rank waits as
-// long as the group's timeout says, and a thread, which the first wait starts, looks meanwhile at
-// what peers announce, and ends the wait where one did.
+// for collectives: Gloo closes its connections when such a wait is over. So this rank waits as long
+// as the group's timeout says, and a thread, which the first wait starts, looks meanwhile at peers'
+// announcements, and ends the wait if there is one.
 class MessageWait {
  public:
   explicit MessageWait(std::shared_ptr<GroupHealth> health) : health_(std::move(health)) {}
@@ -35,7 +35,7 @@ class MessageWait {
   std::shared_ptr<GroupHealth> health_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  c10d::Work* work_ = nullptr;  // what is waited for
+  c10d::Work* work_ = nullptr;  // the Work that is waited for
   uint64_t wait_ = 0;           // counts waits
   bool ending_ = false;
   std::thread thread_;

@@ -20,15 +20,15 @@ struct NcclRequest {
   std::chrono::milliseconds timeout;  // limit of one collective
 };
 
-// NCCL lives in a library of its own beside this one, and through it comes libtorch_cuda, which
-// would cost a CPU program 0.3 s and 370 MB. Opens it; doing it again is free. Throws
-// c10::ValueError saying what to do when this build has none, or when it cannot be opened.
+// Loads NCCL from a library of its own beside this one, through which libtorch_cuda comes, which
+// would cost a CPU program 0.3 s and 370 MB. Loading it again is free. Throws c10::ValueError with
+// the next step when this build has none, or when it cannot be opened.
 TRIREME_API void load_nccl(RankOf where);
 
 // Makes torch's NCCL engine on the current CUDA device. Loads the library if need be.
 TRIREME_API c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const NcclRequest& request);
 
-// Is what the library exports: fills `backend`.
+// The function that the library exports; fills `backend`.
 using MakeNcclBackend = void(const NcclRequest& request,
                              c10::intrusive_ptr<c10d::Backend>& backend);
 inline constexpr const char* kMakeNcclBackend = "trireme_make_nccl_backend";

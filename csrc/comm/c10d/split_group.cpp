@@ -12,15 +12,15 @@
 namespace trireme {
 namespace {
 
-// An engine gives its own options away and writes into those that it splits by: which ranks the
-// part has, what it is split from. So it gets a copy, or it would take itself for the part.
+// Copies the options, since an engine writes into the options that it splits by: which ranks the
+// part has, what it is split from. Without a copy it would take itself for the part.
 template <typename Options>
 c10::intrusive_ptr<Options> copy_of(const c10::intrusive_ptr<Options>& options,
                                     const std::string& engine, RankOf where) {
   if (!options) return options;
   if constexpr (requires { options->clone(); }) {
     auto copy = options->clone();
-    // One that has not been told how keeps less than it has. torch then shares, too.
+    // A class without a clone() of its own would lose members in the copy. torch then shares, too.
     return typeid(*copy) == typeid(*options) ? copy : options;
   } else {  // torch 2.11
     if (typeid(*options) == typeid(Options)) return c10::make_intrusive<Options>(*options);

@@ -7,9 +7,8 @@
 
 namespace trireme {
 
-// Makes a group of some ranks of `group`, for the same devices; null where one of its engines can
-// make none. `name` begins the keys that it has in that group's Store, once per group and first
-// rank.
+// Makes a group of some ranks of `group`, for the same devices; null if one of its engines can make
+// none. `name` begins its keys in that group's Store, once per group and first rank.
 c10::intrusive_ptr<c10d::ProcessGroup> split_group(c10d::ProcessGroup& group,
                                                    const std::vector<int>& ranks,
                                                    const std::string& name);

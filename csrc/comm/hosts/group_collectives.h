@@ -7,7 +7,7 @@
 
 namespace trireme {
 
-// Runs the collectives of a group, on one host or over several. Holds only references; copy freely.
+// The collectives of a group, on one host or over several. Holds only references; copy freely.
 class GroupCollectives {
  public:
   explicit GroupCollectives(shm::Collectives& one_host) : one_host_(&one_host) {}
@@ -44,8 +44,8 @@ class GroupCollectives {
     hosts_ ? hosts_->refuse(reason, call) : one_host_->refuse(reason, call);
   }
 
-  // These serve what goes through memory only where all ranks share it, and what does only where
-  // they do not.
+  // Return the collectives for operations that need all ranks to share memory, and for those that
+  // are for groups on several hosts.
   shm::Collectives& one_host() const { return *one_host_; }
   MultiHostCollectives& hosts() const { return *hosts_; }
 

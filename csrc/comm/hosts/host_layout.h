@@ -8,11 +8,11 @@
 
 namespace trireme {
 
-// Says which ranks of a group are on which host, and which of them speak to other hosts. Equal on
-// all ranks of the group, but for `host` and `place`.
+// The ranks of a group by host, and the ranks that connect the hosts. Equal on all ranks of the
+// group, but for `host` and `place`.
 //
 // Leg j connects the j-th ranks of all hosts. There are as many legs as the smallest host has
-// ranks, so that every leg has one end on every host, and what a host sends leaves it once:
+// ranks, so that every leg has one end on every host, and data leave a host once:
 //
 //   hosts {0, 1} {2, 3, 4}    leg 0: ranks 0 and 2    leg 1: ranks 1 and 3
 struct HostLayout {
@@ -32,7 +32,7 @@ struct HostLayout {
   }
   const std::vector<int64_t>& here() const { return ranks_of(host); }
   int64_t ranks_here() const { return static_cast<int64_t>(here().size()); }
-  // Returns the ranks of a host whose data goes by that leg: every legs-th.
+  // Returns the ranks of a host whose data go by that leg: every legs-th.
   std::vector<int64_t> carried(int64_t which, int64_t leg) const {
     std::vector<int64_t> ranks;
     for (int64_t index = leg; index < static_cast<int64_t>(ranks_of(which).size()); index += legs)
@@ -45,7 +45,7 @@ struct HostLayout {
     return which;
   }
   int64_t place_of(int64_t rank) const { return place_on(host_of(rank), rank); }
-  // Calls visit(host) for all but this one.
+  // Calls visit(host) for all hosts but this one.
   template <typename Visit>
   void others(const Visit& visit) const {
     for (int64_t which = 0; which < count(); ++which)

@@ -19,27 +19,27 @@
 
 namespace trireme {
 
-// Says that a leg came to its end before the message did. The text is a part of a sentence.
+// The error that a leg ended before the message. Its text is a part of a sentence.
 class LegBroken : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// Is this rank's end of a leg (see host_layout.h): messages to and from the ranks of the other
-// hosts that have the same place there, over a Gloo group of their own. Between two ranks messages
-// arrive in the order in which both have posted them; Gloo's thread moves them meanwhile.
+// This rank's end of a leg (see host_layout.h): messages to and from the ranks of the other hosts
+// that have the same place there, over a Gloo group of their own. Between two ranks messages arrive
+// in the order in which both have posted them; Gloo's thread moves them meanwhile.
 //
-// While a rank waits here, a thread of the leg looks as often as a wait in shared memory does
+// While a rank waits here, a thread of the leg checks, as often as a wait in shared memory does,
 // whether another rank of the host has given the group up.
 //
 // One thread at a time, but close() from any.
 class HostLeg {
  public:
-  // Says whether the group has failed, as far as this host knows. Any thread may call it.
+  // Returns whether the group has failed, as far as this host knows. Any thread may call it.
   using Pointless = std::function<bool()>;
 
-  // Holds messages on their way; null for a rank without a leg, which has none. Their memory must
-  // stay as it is until land(), or as long as this lives.
+  // Messages on their way; without a leg, if it is null, there are none. Their memory must stay as
+  // it is until land(), or as long as this lives.
   class Flight {
    public:
     explicit Flight(HostLeg* leg);
@@ -58,20 +58,20 @@ class HostLeg {
   };
 
   // Collective over the ranks of this leg. `store` is that of the whole group. Throws
-  // c10::DistBackendError where they cannot connect.
+  // c10::DistBackendError if they cannot connect.
   HostLeg(const c10::intrusive_ptr<c10d::Store>& store, const HostLayout& layout,
           const GlooOptions& options, Pointless pointless);
   ~HostLeg();
   HostLeg(const HostLeg&) = delete;
   HostLeg& operator=(const HostLeg&) = delete;
 
-  // These do nothing where there are no bytes. They throw LegBroken.
+  // Do nothing for 0 bytes. Throw LegBroken.
   void send(Flight& flight, int64_t host, const std::byte* data, int64_t bytes);
   void recv(Flight& flight, int64_t host, std::byte* data, int64_t bytes);
-  // Returns when all of them have arrived and been sent; throws LegBroken.
+  // Waits until all messages have arrived and been sent; throws LegBroken.
   void land(Flight& flight, shm::Clock::time_point deadline);
 
-  // Whoever waits at any end of the leg raises.
+  // Makes waits at all ends of the leg raise.
   void close() noexcept;
 
  private:
@@ -87,7 +87,7 @@ class HostLeg {
   Pointless pointless_;
   bool landing_ = false;
   bool ending_ = false;
-  bool watcher_sleeps_ = false;  // until it is woken: nobody has waited for some time
+  bool watcher_sleeps_ = false;  // until it is woken: no rank has waited for some time
   std::condition_variable changed_;
   std::thread watcher_;
 };

@@ -18,16 +18,16 @@ using std::chrono::milliseconds;
 namespace {
 
 constexpr std::string_view kMultiHostArea = "multi_host";
-// How long a rank whose leg has broken waits for the word of one who knows why.
+// How long a rank whose leg has broken waits for the message of a rank that knows why.
 constexpr milliseconds kWordComesWithin{1000};
 
 }  // namespace
 
-// Is what a host tells the others when its ranks have met.
+// The message of a host to the others when its ranks have met.
 struct MultiHostCollectives::Header {
   uint64_t sequence = 0;
   uint64_t fingerprint = 0;
-  uint64_t refused = 0;  // the ranks of that host do not agree; `text` says about what
+  uint64_t refused = 0;  // whether ranks of that host disagree; `text` says about what
   std::array<char, 488> text{};
 
   void say(const std::string& words) {
@@ -81,7 +81,7 @@ MultiHostCollectives::Scope::Scope(MultiHostCollectives& owner, const Operation&
                          "moved by this one."));
 }
 
-// Tells what the legs have found out, from the first of them to all ranks of this host.
+// Tells all ranks of this host, from the first one, the complaint that the legs have found.
 void MultiHostCollectives::Scope::tell_host(std::string& complaint) const {
   std::array<char, sizeof(Header)> text{};
   std::memcpy(text.data(), complaint.data(), std::min(complaint.size(), text.size() - 1));
@@ -98,7 +98,7 @@ void MultiHostCollectives::meet_on_host(const Operation& operation, const CallOp
   if (local_) local_->meet(operation, call);
 }
 
-// Says what this host and another do not agree about; empty if there is nothing.
+// Returns what this host and another do not agree about; empty if there is nothing.
 std::string MultiHostCollectives::compare_with_hosts(const Header& mine,
                                                      shm::Clock::time_point deadline) {
   constexpr auto kBytes = static_cast<int64_t>(sizeof(Header));

@@ -19,11 +19,11 @@
 
 namespace trireme {
 
-// Runs the collectives of a group whose ranks are on several hosts, with the signatures of
+// The collectives of a group whose ranks are on several hosts, with the signatures of
 // shm::Collectives: through shared memory inside each host, over the legs (see host_layout.h)
-// between them. A host's ranks reduce or gather what they have first, so that every byte enters a
-// host once; what an all-reduce sends is that of a ring of hosts, 2 (H-1)/H of the tensor per host,
-// of a large one in chunks: the legs carry one while the next is reduced.
+// between them. A host's ranks reduce or gather their data first, so that every byte enters a host
+// once; an all-reduce sends as much as a ring of hosts, 2 (H-1)/H of the tensor per host, and a
+// large one goes in chunks: the legs carry one while the next is reduced.
 //
 // Each element is reduced on one host in the order of the hosts, on each of these in the order of
 // its ranks, so all ranks hold the same bits, in every run. 16-bit floats are summed in fp32 and
@@ -31,12 +31,12 @@ namespace trireme {
 // end, by the number of all ranks.
 //
 // Every collective begins with a meeting: of the ranks of a host, then of the hosts, which compare
-// what they are about to do. Ranks that do not agree all throw Fault(kMismatch), nothing has moved,
-// and the group goes on. What else goes wrong ends the group on all hosts: who sees it first leaves
-// word in the Store and closes its leg, and whoever then finds a leg closed looks for that word.
+// their operations. Ranks that do not agree all throw Fault(kMismatch), nothing has moved, and the
+// group goes on. Any other error ends the group on all hosts: the first rank to see it leaves a
+// message in the Store and closes its leg; ranks that find a leg closed look for that message.
 //
-// Extra memory per rank, beside that of its host: at most 3 chunks of 2 MiB. One thread at a time,
-// but close() from any.
+// Extra memory per rank, beside that of its host: three chunks on their way, some MiB each (struct
+// Room). One thread at a time, but close() from any.
 class MultiHostCollectives {
  public:
   // Collective over all ranks of the group; `store` carries no other group's keys. The host group
@@ -54,12 +54,12 @@ class MultiHostCollectives {
                   shm::Dtype dtype, const shm::CallOptions& call);
   void broadcast(const shm::Pieces& memory, int64_t root, shm::Dtype dtype,
                  const shm::CallOptions& call);
-  // parts[r], which lie in memory that the ranks of this host share, are what rank r of the group
-  // has. Those of other hosts come to their places, split over the legs; of this host's nothing is
-  // copied, but to be sent. No rank returns before its host has all of them.
+  // Gathers parts[r], the values of rank r of the group, in memory that the ranks of this host
+  // share. Parts of other hosts come to their places, split over the legs; parts of this host are
+  // copied only to be sent. No rank returns before its host has all of them.
   void all_gather_in_host(const std::vector<shm::Pieces>& parts, const shm::CallOptions& call);
-  // Makes on each host a new segment that its ranks map, a rank alone too. All ranks of the group
-  // get none, with the same reason, if one of them cannot have it.
+  // Makes on each host a new segment that its ranks map, also for a rank alone. All ranks of the
+  // group get none, with the same reason, if one of them cannot have it.
   shm::SharedSegment share_segment(int64_t bytes, const shm::CallOptions& call);
   void barrier(const shm::CallOptions& call);
   void refuse(std::string_view reason, const shm::CallOptions& call);
@@ -81,7 +81,7 @@ class MultiHostCollectives {
   class Placing;
   class Casting;
   struct Header;
-  // Is memory for one chunk on its way.
+  // Memory for one chunk on its way.
   struct Room {
     std::byte* partial(int64_t bytes) { return at_least(bytes, partial_); }
     std::byte* received(int64_t bytes) { return at_least(bytes, received_); }
@@ -118,7 +118,7 @@ class MultiHostCollectives {
   std::array<Room, 3> rooms_;
   std::mutex reason_mutex_;
   std::string reason_;  // why the group has ended
-  // It is null for a rank without a leg, and last: its thread uses the above.
+  // Null for a rank without a leg; last, since its thread uses the above.
   std::unique_ptr<HostLeg> leg_;
 };
 

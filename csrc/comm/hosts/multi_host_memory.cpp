@@ -1,5 +1,5 @@
-// Implements what the ranks of each host share, of a group on several: memory, and what other hosts
-// have in theirs.
+// Memory that the ranks of each host share, in a group on several hosts, and the values of other
+// hosts in it.
 
 #include <trireme/comm/hosts/multi_host_stages.h>
 #include <trireme/shm/collectives_scope.h>
@@ -14,7 +14,7 @@ using shm::Pieces;
 
 namespace {
 
-// Returns where all of it lies, if that is one run.
+// Returns the place of `memory`, if it is one run.
 std::byte* in_one_run(const Pieces& memory) {
   std::byte* run = nullptr;
   memory.visit(0, memory.bytes(), [&](std::byte* data, int64_t, int64_t bytes) {
@@ -25,7 +25,7 @@ std::byte* in_one_run(const Pieces& memory) {
 
 }  // namespace
 
-// Every host sends what its ranks have, once, to each other host. Long runs go from memory to
+// Every host sends the parts of its ranks, once, to each other host. Long runs go from memory to
 // memory, the rest through the room of a chunk.
 class MultiHostCollectives::Placing final : private Stages {
  public:

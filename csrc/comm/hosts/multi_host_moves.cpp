@@ -1,4 +1,4 @@
-// Implements the collectives over several hosts that move, and reduce nothing.
+// The collectives over several hosts that move data, and reduce nothing.
 
 #include <trireme/comm/hosts/multi_host_stages.h>
 #include <trireme/shm/collectives_scope.h>
@@ -8,7 +8,7 @@ namespace trireme {
 using shm::CallOptions;
 using shm::Pieces;
 
-// Every host sends what its ranks have, once, to each other host.
+// Every host sends the data of its ranks, once, to each other host.
 class MultiHostCollectives::Gathering final : private Stages {
  public:
   Gathering(MultiHostCollectives& owner, const Scope& scope, const std::vector<Pieces>& outputs)
@@ -56,7 +56,7 @@ class MultiHostCollectives::Gathering final : private Stages {
   Shares shares_;
 };
 
-// Moves from host to host in a chain, so that it leaves each of them once.
+// Moves data from host to host in a chain, so that they leave each of them once.
 class MultiHostCollectives::Casting final : public SlicedStages {
  public:
   Casting(MultiHostCollectives& owner, const Scope& scope, const Pieces& memory, int64_t root)

@@ -9,11 +9,11 @@ using shm::ReduceOptions;
 
 namespace {
 
-// Every host sums everything up to here, and always between two hosts: one journey instead of two,
-// and between two hosts the same bytes.
+// Up to here every host sums everything, and always if there are two hosts: one journey instead of
+// two, and between two hosts the same bytes.
 constexpr int64_t kFlatBytes = 16 * 1024;
 
-// Returns what the ranks of a host do before their sums travel.
+// Returns the reduction among the ranks of a host before their sums travel.
 ReduceOptions on_host(ReduceOptions how) {
   if (how.op == shm::ReduceOp::kAvg) how.op = shm::ReduceOp::kSum;
   return how;
@@ -21,7 +21,7 @@ ReduceOptions on_host(ReduceOptions how) {
 
 }  // namespace
 
-// Is an all-reduce or, with a root, a reduce.
+// An all-reduce or, with a root, a reduce.
 class MultiHostCollectives::Summing final : public SlicedStages {
  public:
   Summing(MultiHostCollectives& owner, const Scope& scope, const Pieces& memory,
@@ -61,7 +61,7 @@ class MultiHostCollectives::Summing final : public SlicedStages {
     });
   }
 
-  // Everybody, or the root, gets all slices.
+  // Gives all slices to every rank, or to the root.
   void deliver_chunk(int64_t k) {
     if (layout_.has_leg()) land(k);
     if (root_ < 0) return scope_.all_gather(slices_of(k), slice_of(k));
@@ -81,7 +81,7 @@ class MultiHostCollectives::Summing final : public SlicedStages {
 
   bool is_flat(int64_t bytes) const { return layout_.count() == 2 || bytes <= kFlatBytes; }
 
-  // Returns what of a slice that host sums.
+  // Returns the part of a slice that a host sums.
   Run summed_by(int64_t host, int64_t slice_bytes) const {
     if (root_ >= 0) return {0, host == root_host_ ? slice_bytes : 0};
     if (is_flat(slice_bytes)) return {0, slice_bytes};
@@ -94,7 +94,7 @@ class MultiHostCollectives::Summing final : public SlicedStages {
   int64_t root_host_;
 };
 
-// Every host sums, of what its own ranks have, what each other host gets, and sends it there.
+// Every host sums its own ranks' data for each other host, and sends the sums there.
 class MultiHostCollectives::Scattering final : private Stages {
  public:
   Scattering(MultiHostCollectives& owner, const Scope& scope, const Pieces& output,

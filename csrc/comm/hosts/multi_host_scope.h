@@ -10,11 +10,11 @@
 
 namespace trireme {
 
-// Other hosts let the host that a rank is missing from speak first, by so much, since that one
-// knows the rank.
+// How much longer other hosts wait than the host of a missing rank, which knows the rank and should
+// report it first.
 constexpr std::chrono::seconds kHostSpeaksFirst{2};
 
-// Is one collective while it runs, from when all hosts have agreed about it.
+// One collective while it runs, from when all hosts have agreed about it.
 class MultiHostCollectives::Scope {
  public:
   Scope(MultiHostCollectives& owner, const shm::Operation& operation, const shm::CallOptions& call);
@@ -31,8 +31,8 @@ class MultiHostCollectives::Scope {
     owner_.leg_->land(flight, deadline_ + kHostSpeaksFirst);
   }
 
-  // These run the stages on this host, or for a rank alone there do what they come to. Ranks are
-  // counted by their places on the host.
+  // Run the stages on this host, or, for a rank alone there, do the same locally. Ranks are counted
+  // by their places on the host.
   void reduce_scatter(const shm::Pieces& output, const std::vector<shm::Pieces>& inputs,
                       const shm::ReduceOptions& how) const;
   void all_gather(const std::vector<shm::Pieces>& outputs, const shm::Pieces& input) const;
@@ -47,7 +47,7 @@ class MultiHostCollectives::Scope {
 
   MultiHostCollectives& owner_;
   shm::Clock::time_point deadline_;
-  std::string label_;  // says what the stages are for
+  std::string label_;  // names what the stages are for
 };
 
 }  // namespace trireme

@@ -9,10 +9,10 @@
 
 namespace trireme {
 
-constexpr int64_t kLegBytes = int64_t{1} << 20;  // that one leg takes of a chunk
+constexpr int64_t kLegBytes = int64_t{1} << 20;  // of a chunk, by one leg
 constexpr int64_t kElementsMeet = 64;            // whole elements of any dtype
 
-// Does what a collective does with chunk k, k - 1 and k - 2 at the same time: start (on the host),
+// Runs three stages of a collective at once, on chunks k, k - 1 and k - 2: start (on the host),
 // cross (between the hosts), deliver (on the host).
 template <typename SomeStages>
 void in_chunks(int64_t chunks, SomeStages& stages) {
@@ -23,7 +23,7 @@ void in_chunks(int64_t chunks, SomeStages& stages) {
   }
 }
 
-// Cuts `bytes` into `count` runs of whole elements, nearly equal.
+// `bytes` cut into `count` runs of whole elements, nearly equal.
 struct Runs {
   Runs(int64_t all_bytes, int64_t count)
       : bytes(all_bytes),
@@ -46,8 +46,8 @@ inline shm::Pieces range_of(const shm::Pieces& memory, int64_t begin, int64_t by
   return range;
 }
 
-// Returns [begin, begin + bytes) by place on this host: what goes by leg j, for those that have
-// none nothing.
+// Returns [begin, begin + bytes) by place on this host: for place j the slice of leg j, for places
+// without a leg nothing.
 inline std::vector<shm::Pieces> slices_by_leg(const HostLayout& layout, const shm::Pieces& memory,
                                               int64_t begin, int64_t bytes) {
   const Runs runs(bytes, layout.legs);
@@ -57,7 +57,7 @@ inline std::vector<shm::Pieces> slices_by_leg(const HostLayout& layout, const sh
   return slices;
 }
 
-// Copies pieces of the same size; what is the same memory stays.
+// Copies pieces of the same size; parts that are the same memory stay.
 inline void copy_pieces(const shm::Pieces& to, const shm::Pieces& from) {
   to.visit(0, to.bytes(), [&](std::byte* out, int64_t position, int64_t length) {
     from.visit(position, length, [&](const std::byte* in, int64_t offset, int64_t bytes) {
@@ -66,8 +66,7 @@ inline void copy_pieces(const shm::Pieces& to, const shm::Pieces& from) {
   });
 }
 
-// Says what is there for, or from, each rank of the group: a range of `of_ranks[rank]` in every
-// chunk.
+// The data for, or from, each rank of the group: a range of `of_ranks[rank]` in every chunk.
 class Shares {
  public:
   Shares(const HostLayout& layout, const std::vector<shm::Pieces>& of_ranks)
@@ -83,7 +82,7 @@ class Shares {
     const int64_t bytes = of_ranks_[static_cast<size_t>(rank)].bytes();
     return std::clamp<int64_t>(bytes - begin(k), 0, chunk_bytes_);
   }
-  // Returns the bytes of a chunk of those ranks of the host that the leg carries.
+  // Returns the bytes of a chunk for those ranks of the host that the leg carries.
   int64_t size(int64_t k, int64_t host, int64_t leg) const {
     int64_t bytes = 0;
     for (const int64_t rank : layout_.carried(host, leg)) bytes += size_of(k, rank);
@@ -103,7 +102,7 @@ class Shares {
   int64_t longest_ = 0;
 };
 
-// Is what the stages of all collectives stand on: the room and the messages of each chunk.
+// The common part of the stages of all collectives: the room and the messages of each chunk.
 class MultiHostCollectives::Stages {
  protected:
   Stages(MultiHostCollectives& owner, const Scope& scope)
@@ -122,7 +121,7 @@ class MultiHostCollectives::Stages {
   }
   void land(int64_t k) { scope_.land(flight(k)); }
 
-  // Sums onto `data`, which this host has, what the others have sent: `bytes` each, by host.
+  // Sums the received pieces of other hosts, `bytes` each by host, onto this host's `data`.
   void sum_hosts(int64_t k, std::byte* data, int64_t bytes, const shm::ReduceOptions& how) {
     if (bytes == 0) return;
     std::vector<const void*> sources;
@@ -150,7 +149,7 @@ class MultiHostCollectives::Stages {
   std::array<HostLeg::Flight, 3> flights_;
 };
 
-// Runs the stages of collectives that move one piece of memory, a slice of each chunk by each leg.
+// The stages of collectives that move one piece of memory, a slice of each chunk by each leg.
 class MultiHostCollectives::SlicedStages : protected Stages {
  public:
   int64_t chunks() const { return (memory_.bytes() + chunk_bytes_ - 1) / chunk_bytes_; }

@@ -40,8 +40,8 @@ struct Context::Group {
 
 namespace {
 
-// Is what current_communicator() hands out. It is weak: the Context alone decides how long the
-// group lives.
+// The communicator that current_communicator() returns. It is weak: the Context alone decides how
+// long the group lives.
 std::mutex latest_mutex;
 std::weak_ptr<Communicator> latest_communicator;
 
@@ -55,7 +55,7 @@ constexpr milliseconds kFarewellOfAFailure = std::chrono::seconds(1);
 
 using c10d::ProcessGroup;
 
-// Names the engines of a run; empty: none for that kind of device.
+// The engines of a run; empty: none for that kind of device.
 struct Engines {
   std::string cpu;
   std::string cuda;
@@ -253,11 +253,11 @@ void Context::shutdown() noexcept {
   if (group_ == nullptr) return;
   const std::unique_ptr<Group> group = std::move(group_);
   const bool failing = std::uncaught_exceptions() > 0;
-  // Said first: a peer that waits for this rank then does not take it for dead.
+  // The message is sent first, so that a peer which waits for this rank does not take it for dead.
   const std::string error = failing ? "an exception, which its output shows" : "";
   if (const auto backend = find_shm_backend(*group->process_group)) backend->end_run(error);
   if (const auto health = group->communicator->health()) health->board.leave(error);
-  // The connections go first: a peer that waits for this rank then sees at once that nobody will
+  // The connections go first: a peer that waits for this rank then sees at once that no rank will
   // answer.
   group->communicator.reset();
   disconnect(std::move(group->process_group), failing);

@@ -20,18 +20,18 @@ class Store;
 namespace trireme {
 
 struct InitOptions {
-  // Names the backend: "trireme" (shared memory between the ranks of a host, see
+  // The backend: "trireme" (shared memory between the ranks of a host, see
   // comm/backend/shm_backend.h), "gloo", "nccl", or one for each kind of device:
   // "cpu:gloo,cuda:nccl". Empty: "trireme" on a CPU device, "cpu:trireme,cuda:nccl" on a CUDA
   // device.
   std::string backend{};
-  // Says where this rank computes; a CUDA device without an index means the one numbered like the
-  // local rank. Unset: CUDA if the backend has NCCL, or if it is empty and the program sees a GPU,
-  // which takes libtorch_cuda: find_package(Trireme COMPONENTS CUDA). Else the CPU; rank 0 warns
-  // where the machine has a GPU and that library is missing.
+  // The device on which this rank computes; a CUDA device without an index means the one numbered
+  // like the local rank. Unset: CUDA if the backend has NCCL, or if it is empty and the program
+  // sees a GPU, which takes libtorch_cuda: find_package(Trireme COMPONENTS CUDA). Else the CPU;
+  // rank 0 warns if the machine has a GPU and that library is missing.
   std::optional<c10::Device> device{};
-  // Limits one collective; unset: 30 minutes. It limits the wait for the other ranks at the start,
-  // too; unset: 5 minutes.
+  // The limit of one collective; unset: 30 minutes. Also that of the wait for the other ranks at
+  // the start; unset: 5 minutes.
   std::optional<std::chrono::milliseconds> timeout{};
   std::string init_method{};      // see RendezvousRequest
   std::optional<int64_t> rank{};  // both or neither, in place of what the environment says
@@ -39,8 +39,8 @@ struct InitOptions {
   bool set_threads = true;  // at::set_num_threads(threads_per_rank(...)), see common/env.h
 };
 
-// Is this process as one rank of a run: its numbers, its device, and the group of all ranks.
-// Movable; one thread at a time.
+// This process as one rank of a run: its numbers, its device, and the group of all ranks. Movable;
+// one thread at a time.
 class TRIREME_API Context {
  public:
   Context(Context&&) noexcept;
@@ -58,13 +58,13 @@ class TRIREME_API Context {
   // c10::ValueError after shutdown().
   std::shared_ptr<Communicator> communicator() const;
 
-  // Returns what stands beneath, for users of c10d (its headers are not included here).
+  // Return the c10d objects below, for users of c10d (its headers are not included here).
   const c10::intrusive_ptr<c10d::ProcessGroup>& process_group() const;
   const c10::intrusive_ptr<c10d::Store>& store() const;
 
-  // Every rank calls it last, after the models that use the group are gone. Where this rank serves
-  // the Store it waits until the others have left, at most half a minute (a second while an
-  // exception passes), and warns if they have not. Calling it again does nothing.
+  // Leaves the group. Every rank calls it last, after the models that use the group are gone. If
+  // this rank serves the Store it waits for the others to leave, at most half a minute (a second
+  // while an exception passes), and warns if they have not. Calling it again does nothing.
   void shutdown() noexcept;
 
  private:

@@ -10,8 +10,8 @@
 namespace trireme {
 namespace {
 
-// Says whether Gloo moves CPU tensors; it does under the backend "trireme", too, if all ranks are
-// alone on their hosts.
+// Returns whether Gloo moves CPU tensors; it does under the backend "trireme", too, if all ranks
+// are alone on their hosts.
 bool is_gloo(c10d::ProcessGroup& group) {
   if (!group.hasBackends() || only_device_of(group)) return false;
   const auto backend = group.getBackend(c10::DeviceType::CPU);

@@ -9,12 +9,12 @@
 
 namespace trireme {
 
-// Makes a Communicator over `group`, of whatever backends (c10d/c10d_communicator.h). Tensors that
-// the backend "trireme" would move through shared memory take the short way there
+// Makes a Communicator over `group`, of any backends (c10d/c10d_communicator.h). Tensors that the
+// backend "trireme" would move through shared memory go there directly
 // (backend/shm_communicator.h).
 //
-// `store` is the Store of that group; it may be null, then errors name this rank only. The
-// communicator shares ownership of both. Throws ValueError where `group` is null.
+// `store` is the Store of that group; if it is null, errors name this rank only. The communicator
+// shares ownership of both. Throws ValueError if `group` is null.
 TRIREME_API std::shared_ptr<Communicator> make_communicator(
     c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store);
 

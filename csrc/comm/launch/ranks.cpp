@@ -18,7 +18,7 @@ RankOf own_place() {
   }
   try {
     return read_launch_environment().rank_of();
-  } catch (const std::invalid_argument&) {  // init() will say it; a line of the log must not
+  } catch (const std::invalid_argument&) {  // init() will report it; a log line must not
     return {0, 1};
   }
 }

@@ -11,20 +11,20 @@
 
 namespace trireme {
 
-// What every data-parallel program needs and otherwise writes by hand.
+// Functions that every data-parallel program needs and would otherwise write by hand.
 
 // Returns the seed of one rank, of which all 64 bits depend on both: step `rank` of splitmix64 that
 // starts at `seed`. `seed + rank` would make rank 1 of one run equal rank 0 of the next.
 TRIREME_API uint64_t rank_seed(uint64_t seed, int64_t rank);
 // Returns a random generator that differs between ranks and is the same in every run, and in
-// Python: for what ranks must draw independently (augmentation, noise).
+// Python: for numbers that ranks must draw independently (augmentation, noise).
 TRIREME_API at::Generator rank_generator(uint64_t seed, int64_t rank,
                                          c10::Device device = c10::kCPU);
 
-// Writes a line to stderr that begins with [rank/world]. Works before init(), too, by what the
-// launcher has set.
+// Writes a line to stderr that begins with [rank/world]. Works before init(), too, with the
+// launcher's variables.
 TRIREME_API void write_line(const std::string& line, bool on_rank_0_only);
-// News come from rank 0 alone, warnings from any rank.
+// Write news from rank 0 alone, and warnings from any rank.
 template <typename... Parts>
 void log_info(const Parts&... parts) {
   write_line(c10::str(parts...), /*on_rank_0_only=*/true);

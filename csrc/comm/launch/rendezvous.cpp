@@ -30,7 +30,7 @@ std::string text_of(const Endpoint& endpoint) {
   return endpoint.host + ":" + std::to_string(endpoint.port);
 }
 
-// Is where init_method says that the ranks meet: a file, an endpoint, or neither (env://).
+// The meeting place that init_method names: a file, an endpoint, or neither (env://).
 struct MeetingPlace {
   std::string file;
   std::optional<Endpoint> endpoint;
@@ -160,7 +160,7 @@ OpenStore open_store(const RendezvousRequest& request, milliseconds timeout) {
   }
 }
 
-// The n-th rendezvous of each rank in one Store is generation n: what earlier ones left there stays
+// The n-th rendezvous of each rank in one Store is generation n: keys of earlier ones stay
 // invisible. torchrun's Store outlives the ranks that it restarts, and those may have failed after
 // different numbers of rendezvous, so each attempt counts anew.
 std::string prefix_of_generation(c10d::Store& store, const LaunchEnvironment& environment) {
@@ -170,7 +170,7 @@ std::string prefix_of_generation(c10d::Store& store, const LaunchEnvironment& en
   return attempt + "/" + std::to_string(generation);
 }
 
-// Says how many ranks came, if the Store still tells; else what it said last.
+// Returns how many ranks came, if the Store still answers; else its last error.
 std::string who_came(c10d::Store& store, RankOf where, const std::exception& last) {
   try {
     return std::to_string(store.add("joined", 0)) + " of " + std::to_string(where.world) +

@@ -75,7 +75,7 @@ class ThreadReceiver final : public TensorReceiver {
     }
     return got;
   }
-  void done_with_one() override {}  // a reference holds nobody up
+  void done_with_one() override {}  // a reference delays no thread
   void forget_before(int64_t step) { state_->forget_before(queue_, step); }
 
  private:

@@ -17,21 +17,21 @@ namespace trireme {
 // Threads of one process are ranks of a group, too: rows of a pipeline are. They share all memory,
 // so a message is a reference, and a collective is done by the last thread that comes, under one
 // lock. No thread can vanish, and none is waited for by a clock: one that leaves the common
-// sequence announces its failure, which ends the waits of all others. They may not have begun what
-// it has left: so it is not for them to recover, but for whoever runs them, between two runs.
+// sequence announces its failure, which ends the waits of all others. They may not have begun the
+// work that it has left, so recovering is up to the caller that runs them, between two runs.
 //
-// What is sent shares its memory and its version with what the sender holds: who works in place on
-// it is noticed by the backward that needs it, as within one thread.
+// A message shares its memory and its version with the sender's tensor: a change in place is
+// noticed by the backward that needs the tensor, as within one thread.
 //
-// Ranks may have devices of their own. Then what lies on the sender's comes to the receiver's, by a
-// copy that the sender enqueues: in the order of the current streams of both devices, which the
-// threads must have in common. Nobody waits for it.
+// Ranks may have devices of their own. Then a tensor on the sender's device comes to the
+// receiver's, by a copy that the sender enqueues: in the order of the current streams of both
+// devices, which the threads must have in common. No thread waits for it.
 
-// Is a group whose ranks are threads of this process. It is made once, and each thread asks for its
+// A group whose ranks are threads of this process. It is made once, and each thread asks for its
 // communicator, by which it calls the verbs. Collectives take dense tensors on the CPU only.
 class TRIREME_API ThreadGroup {
  public:
-  // `devices`: one for each rank, the CPU for all where it is empty.
+  // `devices`: one for each rank; if empty, the CPU for all.
   explicit ThreadGroup(int64_t ranks, std::vector<c10::Device> devices = {});
   ~ThreadGroup();
   ThreadGroup(const ThreadGroup&) = delete;

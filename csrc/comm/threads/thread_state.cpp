@@ -12,8 +12,8 @@
 namespace trireme {
 namespace {
 
-// Is how often a thread looks for a message before it sleeps: some 10 us, which is less than it
-// takes to be woken.
+// How often a thread looks for a message before it sleeps: some 10 us, which is less than it takes
+// to be woken.
 constexpr int kLooks = 200;
 
 bool are_same(const ChannelRequest& one, const ChannelRequest& other) {

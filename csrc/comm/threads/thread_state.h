@@ -20,16 +20,16 @@
 
 namespace trireme {
 
-// Holds what is on its way from one thread to another.
+// The messages on their way from one thread to another.
 struct ThreadQueue {
   ChannelRequest request;
   std::deque<TensorMessage> messages = {};
-  std::atomic<int64_t> waiting{0};  // counts messages; it is read without the lock
+  std::atomic<int64_t> waiting{0};  // counts messages; read without the lock
 
   explicit ThreadQueue(ChannelRequest asked) : request(std::move(asked)) {}
 };
 
-// Is what the threads of a group share.
+// The state that the threads of a group share.
 class ThreadGroup::State {
  public:
   State(int64_t ranks, std::vector<c10::Device> devices);
@@ -37,34 +37,34 @@ class ThreadGroup::State {
   int64_t ranks() const { return ranks_; }
   c10::Device device(int64_t rank) const { return devices_[static_cast<size_t>(rank)]; }
 
-  // Is what a thread brings to a collective.
+  // One thread's part in a collective.
   struct Deposit {
     std::string operation = {};  // all threads bring the same one
     std::vector<at::Tensor> outputs = {};
     std::vector<at::Tensor> inputs = {};
   };
-  // Waits for all threads; the last one calls `run` with what all have brought, in the order of
-  // ranks. Throws on all of them what `run` throws, and DistBackendError where a thread has failed
-  // or brings another operation.
+  // Waits for all threads; the last one calls `run` with the deposits of all, in the order of
+  // ranks, and throws what `run` throws. The others then throw DistBackendError with its text, and
+  // all do if a thread has failed or brings another operation.
   using Run = std::function<void(std::vector<Deposit>& all)>;
   void meet(int64_t rank, Deposit deposit, const Run& run);
 
   void announce_failure(int64_t rank, const std::string& reason);
   void recover();
 
-  // Returns the queues of the channels that a thread asks for with its next call: those that the
-  // others get with theirs. Throws ValueError where they ask for others.
+  // Returns the queues of the channels that a thread asks for with its next call: the same ones
+  // that the others get with theirs. Throws ValueError if they ask for others.
   using Queues = std::vector<std::unique_ptr<ThreadQueue>>;
   std::shared_ptr<Queues> queues(int64_t rank, const std::vector<ChannelRequest>& requests);
 
-  // Throw DistBackendError where a thread has failed, also where a message is there: who is not
-  // needed any more ends soon.
+  // Throw DistBackendError if a thread has failed, even if a message is there: a thread that is no
+  // longer needed ends soon.
   void push(ThreadQueue& queue, TensorMessage message);
   TensorMessage take_message(ThreadQueue& queue, const std::string& label);
   void forget_before(ThreadQueue& queue, int64_t step);
 
  private:
-  // What is under the lock, but for `waiting` of queues and `has_failed_`.
+  // Guarded by the lock, like all below but `devices_`, `has_failed_` and the queues' `waiting`.
   struct Seat {
     std::condition_variable wake = {};
     size_t channels_asked = 0;
@@ -82,8 +82,8 @@ class ThreadGroup::State {
   std::atomic<bool> has_failed_{false};
   std::vector<Deposit> deposits_;
   int64_t arrived_ = 0;
-  uint64_t meeting_ = 0;  // counts those that are over
-  std::string refusal_;   // says what the last thread could not do in the meeting that is over
+  uint64_t meeting_ = 0;  // counts meetings that are over
+  std::string refusal_;   // the error of the last thread in the meeting that is over
   std::vector<std::shared_ptr<Queues>> made_;
 };
 

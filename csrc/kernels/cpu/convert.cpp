@@ -12,8 +12,8 @@
 namespace trireme::cpu {
 namespace {
 
-// Says how many elements of fp16 pass through a buffer of fp32 at a time: two such buffers stay in
-// the nearest cache.
+// The number of fp16 elements that pass through a buffer of fp32 at a time: two such buffers stay
+// in the nearest cache.
 constexpr int64_t kConvertBlock = 512;
 
 template <typename Dst, typename Src>
@@ -110,7 +110,7 @@ void add(void* dst_data, const void* src_data, int64_t numel) {
   }
 }
 
-// Lists the loops in the order of Real.
+// The loops in the order of Real.
 template <typename Isa, typename Dst>
 constexpr std::array<ConvertLoop, kReals> kConvertRow = {
     &convert<Isa, Dst, float>, &convert<Isa, Dst, double>, &convert<Isa, Dst, Half>,

@@ -10,7 +10,7 @@
 
 namespace trireme::cpu {
 
-// Lists the dtypes that the loops know, as indices of the tables below.
+// The dtypes that the loops know, as indices of the tables below.
 enum class Real : uint8_t { kFloat, kDouble, kHalf, kBFloat16 };
 inline constexpr size_t kReals = 4;
 
@@ -19,7 +19,7 @@ using ConvertLoop = void (*)(void* dst, const void* src, int64_t numel, double s
 // Sets dst[i] += src[i], of one dtype.
 using AddLoop = void (*)(void* dst, const void* src, int64_t numel);
 
-// Holds the loops of one instruction set. All sets give the same bits, save those of a NaN.
+// The loops of one instruction set. All sets give the same bits, save those of a NaN.
 struct ConvertLoops {
   std::string_view isa;
   std::array<std::array<ConvertLoop, kReals>, kReals> convert;  // [dst][src]

@@ -14,9 +14,9 @@
 namespace trireme::cpu {
 namespace {
 
-// Memory is what bounds the loops. 512-bit vectors are left out: on Zen 5 they make a step from
-// memory 6 % longer, and only one from the nearest caches shorter. Lines are not asked for ahead:
-// that is worth 5 % there, but costs 13 % on Zen 4.
+// Memory bounds the loops. 512-bit vectors are left out: on Zen 5 they make a step from memory 6 %
+// longer, and only one from the nearest caches shorter. Lines are not prefetched: that is worth 5 %
+// there, but costs 13 % on Zen 4.
 using LoopIsas = std::tuple<Baseline
 #if defined(__x86_64__)
                             ,
@@ -24,7 +24,7 @@ using LoopIsas = std::tuple<Baseline
 #endif
                             >;
 
-// Says that what one iteration writes no other one reads or writes.
+// Tells the compiler that iterations neither read nor write what another one writes.
 #if defined(__clang__)
 #define TRIREME_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -125,8 +125,8 @@ void adagrad(const OptimizerSegment& segment, const AdagradScalars& scalars) {
   Isa::run([&]() __attribute__((always_inline)) { adagrad_loop<Isa>(segment, factors); });
 }
 
-// Squares are added up in fp64, in lanes, so that a row's step does not depend on the order in
-// which rounding would fall.
+// Squares are added up in fp64, in lanes, so that a row's step does not depend on the order of
+// roundings.
 template <typename Isa, typename T>
 TRIREME_INLINE void rowwise_adagrad_loop(const OptimizerSegment& row, AdagradFactors<T> factors) {
   constexpr int64_t kLanes = 16;
@@ -161,8 +161,8 @@ void rowwise_adagrad(const OptimizerSegment& row, const AdagradScalars& scalars)
   Isa::run([&]() __attribute__((always_inline)) { rowwise_adagrad_loop<Isa>(row, factors); });
 }
 
-// Says whether multiply_add rounds once: (1 + 2^-12)^2 = 1 + 2^-11 + 2^-24 loses its last term in
-// fp32.
+// Returns whether multiply_add rounds once: (1 + 2^-12)^2 = 1 + 2^-11 + 2^-24 loses its last term
+// in fp32.
 template <typename Isa>
 bool fuses() {
   bool found = false;

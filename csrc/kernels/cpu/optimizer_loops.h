@@ -15,8 +15,8 @@ using AdamLoop = void (*)(const OptimizerSegment& segment, const AdamScalars& sc
 using SgdLoop = void (*)(const OptimizerSegment& segment, const SgdScalars& scalars);
 using AdagradLoop = void (*)(const OptimizerSegment& segment, const AdagradScalars& scalars);
 
-// Holds the loops of one instruction set, for fp32 and fp64. All sets that have a fused
-// multiply-add give the same bits.
+// The loops of one instruction set, for fp32 and fp64. All sets that have a fused multiply-add give
+// the same bits.
 struct OptimizerLoops {
   std::string_view isa;
   bool fuses;

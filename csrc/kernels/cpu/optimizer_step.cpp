@@ -13,7 +13,7 @@ namespace trireme {
 namespace cpu {
 namespace {
 
-// Says how many elements are converted at a time, in buffers that stay in the nearest cache.
+// The elements that are converted at a time, in buffers that stay in the nearest cache.
 constexpr int64_t kStepBlock = 512;
 
 const OptimizerLoops& best_optimizer_loops() {
@@ -33,7 +33,7 @@ void run_loop(const OptimizerSegment& segment, bool is_double, const AdagradScal
   best_optimizer_loops().adagrad[is_double ? 1 : 0](segment, scalars);
 }
 
-// Steps one block by way of buffers in the dtype computed in, as far as memory holds others.
+// Steps one block by way of buffers in the dtype computed in, if memory has another dtype.
 template <typename Scalars>
 void step_block(OptimizerSegment block, SegmentDtypes dtypes, Scalars scalars) {
   const at::ScalarType computed = optimizer_state_dtype(dtypes.param);

@@ -6,7 +6,7 @@
 
 namespace trireme::cpu {
 
-// Fewer elements than this are not worth waking another thread.
+// The fewest elements that are worth waking another thread.
 inline constexpr int64_t kGrain = 32768;
 
 // Calls body(begin, end) for disjoint ranges that cover [0, numel): on the calling thread if numel

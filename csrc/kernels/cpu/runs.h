@@ -4,8 +4,8 @@
 
 namespace trireme::cpu {
 
-// These are scaled_copy and scaled_add on the calling thread, whatever the length. Dtypes are
-// checked, lengths are not.
+// scaled_copy and scaled_add on the calling thread, whatever the length. Dtypes are checked,
+// lengths are not.
 void copy_run(Span dst, ConstSpan src, double scale);
 void add_run(Span dst, ConstSpan src, double scale);
 

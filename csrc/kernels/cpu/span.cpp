@@ -13,8 +13,8 @@ namespace trireme {
 namespace cpu {
 namespace {
 
-// Says how many products are on their way into a sum: at most 4 KiB, so they do not leave the
-// nearest cache.
+// The products that are on their way into a sum: at most 4 KiB, so they do not leave the nearest
+// cache.
 constexpr int64_t kProductBlock = 512;
 
 [[noreturn]] void refuse_dtype(at::ScalarType dtype) {

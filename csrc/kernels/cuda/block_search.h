@@ -6,8 +6,8 @@
 
 namespace trireme::cuda {
 
-// Returns the last of `count` things, which begin at ascending blocks, that begins at or before
-// `block`: the one that the block works for. block_begin[0] is 0, and count at least 1.
+// Returns the last of `count` items, which begin at ascending blocks, that begins at or before
+// `block`: the item that the block works for. block_begin[0] is 0, and count at least 1.
 TRIREME_HOST_DEVICE int32_t find_by_block(const int32_t* block_begin, int32_t count,
                                           int32_t block) {
   int32_t low = 0;

@@ -6,7 +6,7 @@
 
 namespace trireme::cuda {
 
-// Is what libtrireme_cuda offers: the functions of flatten_launch.h and optimizer_launch.h.
+// The functions of flatten_launch.h and optimizer_launch.h, which libtrireme_cuda offers.
 struct CudaKernels {
   const char* (*why_no_flatten)();
   const char* (*launch_flatten)(const FlattenTable& table, FlattenMove move, void* stream);
@@ -17,7 +17,7 @@ struct CudaKernels {
                             const SgdScalars& scalars, void* stream);
 };
 
-// Is the one function that it exports: what it offers, for as long as the process lives.
+// The one function that it exports; what it returns lives as long as the process.
 using OfferCudaKernels = const CudaKernels*();
 inline constexpr const char* kOfferCudaKernels = "trireme_offer_cuda_kernels";
 

@@ -9,8 +9,8 @@
 namespace trireme::cuda {
 namespace {
 
-// --- arithmetic: that of span.h; the _rn intrinsics are never fused, so sums have the bits of the
-// CPU's ---------
+// --- arithmetic -----------------------------------------------------------------------------------
+// Follows span.h. The _rn intrinsics are never fused, so sums have the bits of the CPU's.
 
 template <typename Dst, typename Src>
 using Compute =
@@ -56,8 +56,7 @@ struct ScaleCast {
   }
 };
 
-// --- kernels
-// ----------------------------------------------------------------------------------------------------
+// --- kernels --------------------------------------------------------------------------------------
 
 template <size_t kBytes>
 using Bits =
@@ -107,8 +106,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   }
 }
 
-// --- launch
-// -----------------------------------------------------------------------------------------------------
+// --- launch ---------------------------------------------------------------------------------------
 
 using Kernel = void (*)(FlattenTable);
 

@@ -5,16 +5,15 @@
 
 #include <cstdint>
 
-// Does the arithmetic of the CUDA flatten kernels: which thread of which block moves which
-// elements. Plain C++ without CUDA or torch headers, so that it is tested on machines without a
-// GPU.
+// The arithmetic of the CUDA flatten kernels: which thread of which block moves which elements.
+// Plain C++ without CUDA or torch headers, so that it is tested on machines without a GPU.
 namespace trireme::cuda {
 
 inline constexpr int kTableTensors = 512;
 inline constexpr int kThreads = 256;     // per block
 inline constexpr int64_t kChunk = 8192;  // elements per block, at most
 
-// Is the argument of one launch: tensors and where they lie in `flat`. Tensor t has elements
+// The argument of one launch: tensors and where they lie in `flat`. Tensor t has elements
 // [flat_begin[t], flat_begin[t + 1]) of flat and blocks [block_begin[t], block_begin[t + 1]) of the
 // grid. Only the first `tensors` entries (plus one of the arrays of beginnings) are ever written or
 // read.
@@ -31,7 +30,7 @@ struct FlattenTable {
 // CUDA takes kernel arguments of up to 32764 bytes on every GPU that torch supports.
 static_assert(sizeof(FlattenTable) <= 32764);
 
-// Is what one block moves: elements [begin, begin + numel) of a tensor.
+// The part that one block moves: elements [begin, begin + numel) of a tensor.
 struct Chunk {
   int32_t tensor;
   int64_t begin;

@@ -19,7 +19,7 @@ inline const char* why_no_image(const void* kernel) {
     case cudaErrorUnsupportedPtxVersion:
     case cudaErrorJitCompilerNotFound:
     case cudaErrorJitCompilationDisabled:
-      cudaGetLastError();  // clears it, or the next one to ask would take it for his own
+      cudaGetLastError();  // clears it, or the next caller would take it for its own
       return cudaGetErrorString(error);
     default:
       return nullptr;

@@ -3,7 +3,7 @@
 #include <trireme/kernels/cuda/optimizer_table.h>
 #include <trireme/kernels/cuda/real.h>
 
-// This stands between torch's side (optimizer_step_cuda.cpp) and the kernels (optimizer_step.cu),
+// The interface between torch's side (optimizer_step_cuda.cpp) and the kernels (optimizer_step.cu),
 // which lie in another library: torch's side calls them through cuda_kernels.h.
 namespace trireme::cuda {
 
@@ -12,11 +12,11 @@ struct OptimizerReals {
   Real grad;  // param, or kFloat
 };
 
-// Returns nullptr if the kernels run on the current device, else why not; see why_no_flatten().
+// Returns nullptr if the kernels run on the current device, else the reason; see why_no_flatten().
 const char* why_no_optimizer_step();
 
-// Launches once, asynchronously, on `stream` (a cudaStream_t), whose device must be the current
-// one; the table is copied before it returns. Returns nullptr, or CUDA's text for what went wrong.
+// Launch once, asynchronously, on `stream` (a cudaStream_t), whose device must be the current one;
+// the table is copied before they return. Return nullptr, or CUDA's text of the error.
 const char* launch_adam(const OptimizerTable& table, OptimizerReals reals,
                         const AdamScalars& scalars, void* stream);
 const char* launch_sgd(const OptimizerTable& table, OptimizerReals reals, const SgdScalars& scalars,

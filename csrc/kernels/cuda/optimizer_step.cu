@@ -6,8 +6,7 @@
 #include <cuda_runtime_api.h>
 #include <type_traits>
 
-// This file is compiled so that nothing is fused but what optimizer_math.h says: the bits are the
-// CPU's.
+// Compiled so that nothing is fused but what optimizer_math.h says: the bits are the CPU's.
 namespace trireme::cuda {
 namespace {
 
@@ -71,7 +70,7 @@ __global__ void __launch_bounds__(kOptimizerThreads)
   if (is_skipped(table)) return;
   const int32_t segment = segment_of(table, static_cast<int32_t>(blockIdx.x));
   __shared__ AdamScalars scalars;
-  if (threadIdx.x == 0) {  // powers in fp64 are dear
+  if (threadIdx.x == 0) {  // powers in fp64 are expensive
     scalars = given;
     unscale(table, scalars);
     const float* counter = table.counter[segment];

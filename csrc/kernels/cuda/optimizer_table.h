@@ -5,16 +5,15 @@
 
 #include <cstdint>
 
-// Does the arithmetic of the CUDA optimizer kernels: which thread of which block updates which
-// elements. Plain C++ without CUDA or torch headers, so that it is tested on machines without a
-// GPU.
+// The arithmetic of the CUDA optimizer kernels: which thread of which block updates which elements.
+// Plain C++ without CUDA or torch headers, so that it is tested on machines without a GPU.
 namespace trireme::cuda {
 
 inline constexpr int kTableSegments = 512;
 inline constexpr int kOptimizerThreads = 256;     // per block
 inline constexpr int64_t kOptimizerChunk = 8192;  // elements per block, at most
 
-// Is the argument of one launch. Segment s has blocks [block_begin[s], block_begin[s + 1]) of the
+// The argument of one launch. Segment s has blocks [block_begin[s], block_begin[s + 1]) of the
 // grid. Only the first `segments` entries (plus one of the beginnings) are ever written or read.
 struct OptimizerTable {
   int32_t segments;
@@ -60,7 +59,7 @@ TRIREME_HOST_DEVICE int32_t segment_of(const OptimizerTable& table, int32_t bloc
   return find_by_block(table.block_begin, table.segments, block);
 }
 
-// Holds the elements of one block, with kStates states of type T, the type computed in.
+// The elements of one block, with kStates states of type T, the type computed in.
 template <typename Param, typename Grad, typename T, int kStates>
 struct OptimizerChunk {
   Param* param;
@@ -147,9 +146,9 @@ TRIREME_HOST_DEVICE void update_chunk(const OptimizerChunk<Param, Grad, T, kStat
   }
 }
 
-// Updates one element in memory's types. Numbers::widen and cast<To> convert; Numbers is the Math
-// of optimizer_math.h, too. The factors' own grad_factor is the sign alone, because what is stored
-// in grad has none.
+// The update of one element in memory's types. Numbers::widen and cast<To> convert; Numbers is the
+// Math of optimizer_math.h, too. The factors' own grad_factor is the sign alone, because the
+// gradient stored in grad has none.
 template <typename Numbers, bool kL2, bool kAmsgrad, typename T>
 struct AdamOp {
   AdamFactors<T> factors;

@@ -4,7 +4,7 @@
 
 namespace trireme::cuda {
 
-// Is what the kernels take, without torch's headers.
+// The dtypes that the kernels take, without torch's headers.
 enum class Real : uint8_t { kFloat, kDouble, kHalf, kBFloat16 };
 
 }  // namespace trireme::cuda

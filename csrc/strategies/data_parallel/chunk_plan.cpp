@@ -29,7 +29,7 @@ std::vector<int64_t> shares(int64_t rows, const std::vector<double>& weights) {
   std::iota(order.begin(), order.end(), size_t{0});
   for (; open > 0; --open) ++share[*std::max_element(order.begin(), order.end(), most_missing)];
   for (; open < 0; ++open) {
-    // The single rows that were given away come from who has most beyond its share.
+    // The single rows that were given away come from the replica with most rows beyond its share.
     const auto least = std::min_element(order.begin(), order.end(), [&](size_t a, size_t b) {
       if ((share[a] > 1) != (share[b] > 1)) return share[a] > 1;
       return missing(a) < missing(b);

@@ -8,7 +8,7 @@
 
 namespace trireme {
 
-// Names the rows of a batch that one replica works on.
+// The rows of a batch that one replica works on.
 struct Chunk {
   size_t replica = 0;
   int64_t rows = 0;
@@ -16,8 +16,8 @@ struct Chunk {
   bool operator==(const Chunk&) const = default;
 };
 
-// Says who gets how many of `rows` consecutive rows, in their order: as torch.chunk cuts them for
-// `replicas`, equal but for the last, and fewer chunks where rows run out:
+// Returns which replica gets how many of `rows` consecutive rows, in their order: as torch.chunk
+// cuts them for `replicas`, equal but for the last, and fewer chunks where rows run out:
 //
 //   7 rows, 3 replicas   0 0 0 1 1 1 2        4 rows, 3 replicas   0 0 1 1
 //

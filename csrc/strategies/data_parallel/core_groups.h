@@ -14,8 +14,8 @@ namespace trireme {
 // more than threads; at least 1. Reads small files, once per CPU.
 TRIREME_API int64_t default_replicas(int64_t threads);
 
-// Returns how many replicas suit `cpus`, whose caches stand below `root`; CPUs that say nothing are
-// one group:
+// Returns how many replicas suit `cpus`, whose caches are listed below `root`; CPUs without a
+// listed cache are one group:
 //
 //   caches {0 1} {2 3}   4 threads   2 replicas        caches {0 1 2 3}   4 threads   2 replicas
 //   caches {0 1} {2 3}   1 thread    1 replica         cache {0}          1 thread    1 replica

@@ -25,11 +25,11 @@ class DataParallelImpl final : public ReplicatedModule {
   explicit DataParallelImpl(M module, DataParallelOptions options = {})
       : ReplicatedModule(module_pointer(module), std::move(options)), module_(std::move(module)) {}
 
-  // Runs the replicas on their parts of the batch, which the first tensor with dimensions tells,
-  // and puts the outputs together. Arguments and outputs are tensors, or vectors, arrays, pairs,
-  // tuples, maps and optionals of them; any other argument is copied to each replica, of any other
-  // output replica 0's comes back. 0-dim tensors go to all, and come back as a vector; undefined
-  // ones stay so. Without a tensor, replica 0 runs alone.
+  // Runs the replicas on their parts of the batch, whose size the first tensor with dimensions
+  // tells, and puts the outputs together. Arguments and outputs are tensors, or vectors, arrays,
+  // pairs, tuples, maps and optionals of them; any other argument is copied to each replica, of any
+  // other output replica 0's comes back. 0-dim tensors go to all, and come back as a vector;
+  // undefined ones stay so. Without a tensor, replica 0 runs alone.
   template <typename... Args>
   auto forward(Args&&... args) {
     static_assert((!kCannotBeCut<std::decay_t<Args>> && ...),
@@ -93,7 +93,7 @@ class DataParallelImpl final : public ReplicatedModule {
   }
 
  private:
-  // Is an argument as the caller gave it, but for arrays, which are copied as pointers.
+  // The type of an argument as the caller gave it, but for arrays, which are copied as pointers.
   template <typename Arg>
   using Passed =
       std::conditional_t<std::is_array_v<std::remove_reference_t<Arg>>, std::decay_t<Arg>&&, Arg&&>;
@@ -126,7 +126,7 @@ class DataParallelImpl final : public ReplicatedModule {
     return rows_of(first);
   }
 
-  // Returns what each chunk gets of `value`, which is not the same afterwards.
+  // Returns the part of `value` for each chunk. `value` is not the same afterwards.
   template <typename T>
   std::vector<T> cut(ReplicaPass& pass, T& value) const {
     const size_t chunks = pass.chunks().size();
@@ -171,7 +171,7 @@ class DataParallelImpl final : public ReplicatedModule {
   M module_;
 };
 
-// Is torch.nn.DataParallel for C++ modules, on CPU too: one process, several replicas of a module.
+// torch.nn.DataParallel for C++ modules, on CPU too: one process, several replicas of a module.
 //
 //   trireme::DataParallel<Net> model(net);         // no launcher, no ranks
 //   auto loss = loss_of(model->forward(input));    // the loop stays as it was

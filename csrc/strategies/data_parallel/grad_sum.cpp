@@ -7,7 +7,8 @@
 namespace trireme {
 namespace {
 
-// Says whether nobody else can see the memory of a gradient that is in our hands alone.
+// Returns whether no other code can see the memory of a gradient of which we hold the only
+// reference.
 bool is_private(const at::Tensor& tensor) {
   return tensor.use_count() == 1 && tensor.has_storage() && tensor.storage().use_count() == 1;
 }
@@ -22,7 +23,7 @@ at::Tensor sum_of(at::Tensor sum, const at::Tensor& part) {
 
 }  // namespace
 
-// Holds the hooks on the leaves of one replica.
+// The hooks on the leaves of one replica.
 class GradSum::Replica final : public GradSink {
  public:
   Replica(GradSum& sum, size_t replica) : sum_(sum), replica_(replica) {}
@@ -74,7 +75,7 @@ void GradSum::came(size_t replica, size_t parameter) {
   }
   part.first = std::move(gradient);
   part.came = true;
-  // What other replicas have put down before they counted is seen by who counts last.
+  // The replica that counts last sees the parts that others have put down before they counted.
   const int64_t before = arrived_[parameter].fetch_add(1, std::memory_order_acq_rel);
   if (before + 1 == static_cast<int64_t>(active_.size())) sum_up(parameter);
 }

@@ -21,9 +21,9 @@ namespace trireme {
 //   replica 1      dW3     dW2     dW1
 //   sums           |3      |2      |1    each in the thread that brings the last part, still warm
 //
-// They are always added in the order of the replicas, whoever comes last: the same bits in every
-// run. A sum of parts on several devices is made on the device of one of them, a parameter's turn
-// after the other's, and brought to its master from there.
+// They are always added in the order of the replicas, whichever comes last: the same bits in every
+// run. A sum of parts on several devices is made on one of these, another one for the next
+// parameter, and goes to its master from there.
 class TRIREME_API GradSum {
  public:
   // Takes every gradient that is accumulated in `leaves` ([replica][parameter]) out of .grad again.
@@ -41,10 +41,10 @@ class TRIREME_API GradSum {
   struct Cancelled final : std::exception {
     const char* what() const noexcept override { return "another replica has failed"; }
   };
-  // Called when they have returned: returns the sum for each parameter, undefined where nothing
-  // came.
+  // Called when the backwards have returned: returns the sum for each parameter, undefined where no
+  // gradient came.
   std::vector<at::Tensor> finish();
-  // Forgets what has come. Called instead of finish(), after a failure.
+  // Drops the gradients that came. Called instead of finish(), after a failure.
   void drop();
 
  private:

@@ -5,7 +5,7 @@
 #include <sstream>
 #include <string>
 
-// Holds what the messages of several files here have in common.
+// The common parts of the messages of several files here.
 namespace trireme {
 
 inline constexpr const char* kDataParallelArea = "data_parallel";

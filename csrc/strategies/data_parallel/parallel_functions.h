@@ -16,13 +16,13 @@
 #include <vector>
 
 // These are the steps of torch::nn::parallel::data_parallel as functions, on CPU too. Autograd sees
-// all of them, so that what they return belongs to one graph, also with create_graph; unlike
+// all of them, so that their results belong to one graph, also with create_graph; unlike
 // DataParallel they make replicas in every call.
 
 namespace trireme {
 
-// Takes apart a module holder (TORCH_MODULE) or a shared_ptr to a module: into the pointer, and
-// what it points to.
+// Returns the pointer of a module holder (TORCH_MODULE) or a shared_ptr to a module; NetIn is the
+// type of its module.
 template <typename M>
 auto module_pointer(const M& module) {
   if constexpr (requires { module.ptr(); }) {
@@ -70,7 +70,7 @@ std::vector<M> replicate(const M& module, const std::vector<c10::Device>& device
 TRIREME_API void run_in_threads(const std::vector<c10::Device>& devices,
                                 const std::function<void(size_t i)>& job);
 
-// Throws ValueError unless there are as many.
+// Throws ValueError unless `got` is `expected`, and not 0.
 TRIREME_API void check_as_many(const std::string& what, size_t got, size_t expected);
 
 // Calls modules[i]->forward(inputs[i]) for all i at the same time, the outputs on `devices`: those

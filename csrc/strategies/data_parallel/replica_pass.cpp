@@ -36,12 +36,12 @@ std::string kind_text(const at::Tensor& tensor) {
   return text.str();
 }
 
-// Nobody waits for copies to a device with streams; the host may read what has come to the CPU.
+// Copies to a device with streams are asynchronous; others are not, since the host may read them.
 at::Tensor on(c10::Device device, const at::Tensor& tensor) {
   return tensor.to(device, /*non_blocking=*/!device.is_cpu());
 }
 
-// Compares every part but its place along `dim`.
+// Returns whether two parts have equal sizes but along `dim`.
 bool fit_together(const at::Tensor& a, const at::Tensor& b, int64_t dim) {
   if (a.dim() != b.dim()) return false;
   for (int64_t i = 0; i < a.dim(); ++i)
@@ -186,7 +186,7 @@ std::vector<at::Tensor> ReplicaPass::gather(std::vector<std::vector<at::Tensor>>
   return results;
 }
 
-// What a replica wrote into its part of an input is written in the input of the caller.
+// Bumps the version of a caller's input into whose part a replica has written.
 void ReplicaPass::pass_on_writes() {
   for (const auto& [input, parts] : scattered_)
     for (const at::Tensor& part : parts)

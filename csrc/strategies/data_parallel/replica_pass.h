@@ -22,8 +22,8 @@ class Replicas;
 // [Note: two graphs]
 //
 // A forward of replicas records one graph per replica, from its leaves and its part of the input to
-// its outputs, and nothing else. What the caller sees are the gathered outputs, whose history is a
-// single node:
+// its outputs, and nothing else. The caller sees the gathered outputs, whose history is a single
+// node:
 //
 //   inputs, parameters  <-  ReplicaNode  <-  gathered outputs  <-  loss       the caller's graph
 //                             |    ^
@@ -38,12 +38,12 @@ class Replicas;
 // parameters, autograd.grad, backward(inputs=), accumulation into .grad and what other strategies
 // hang on it see one module. A second derivative has no such graph and raises.
 
-// Is one forward of the replicas of a module, and what its backward needs. Not thread-safe.
+// One forward of the replicas of a module, and the state for its backward. Not thread-safe.
 class TRIREME_API ReplicaPass : public std::enable_shared_from_this<ReplicaPass> {
  public:
   ReplicaPass(std::shared_ptr<Replicas> replicas, std::vector<Chunk> chunks);
 
-  // Says who takes part, and with how many rows.
+  // Return the replicas that take part, the former with their numbers of rows.
   const std::vector<Chunk>& chunks() const { return chunks_; }
   std::vector<size_t> replicas() const;
 
@@ -55,7 +55,7 @@ class TRIREME_API ReplicaPass : public std::enable_shared_from_this<ReplicaPass>
 
   struct GatherOptions {
     int64_t dim = 0;
-    // Holds one factor per chunk for 0-dim outputs: they become their weighted sum, and otherwise a
+    // One factor per chunk for 0-dim outputs: they become their weighted sum, and otherwise a
     // vector.
     std::vector<double> weights = {};
   };

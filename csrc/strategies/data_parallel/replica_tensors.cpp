@@ -15,7 +15,7 @@
 namespace trireme {
 namespace {
 
-// Larger ones gain nothing from travelling together.
+// Larger tensors gain nothing from travelling together.
 constexpr int64_t kCoalescedBytes = int64_t{1} << 20;
 
 bool same_layout(const at::Tensor& a, const at::Tensor& b) {
@@ -35,15 +35,15 @@ int64_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? -1 : tensor._version();
 }
 
-// Says whether it is of real or complex floating point, which `flatten` takes.
+// Returns whether `flatten` takes the tensor, and whether it is small enough to gain by it.
 bool is_flattened(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense() &&
          (tensor.is_floating_point() || tensor.is_complex()) && is_resolved(tensor) &&
          static_cast<int64_t>(tensor.nbytes()) < kCoalescedBytes;
 }
 
-// Batch norm writes its statistics under the same version, in training and without a word in its
-// schema: what may be such statistics is copied every time.
+// Batch norm in training writes its statistics under the same version, and its schema does not say
+// so: buffers that may be such statistics are copied every time.
 bool writes_unseen(const at::Tensor& buffer) {
   return buffer.is_floating_point() && buffer.dim() <= 1;
 }
@@ -58,7 +58,7 @@ at::ScalarType real_type(const at::Tensor& tensor) {
 
 }  // namespace
 
-// Holds what one replica has to copy.
+// The copies that one replica has to make.
 struct ReplicaTensors::Stale {
   std::vector<at::Tensor> masters;
   std::vector<at::Tensor> copies;

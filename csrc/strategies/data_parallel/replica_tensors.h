@@ -16,7 +16,7 @@
 
 namespace trireme {
 
-// Keeps replicas like their master. Not thread-safe.
+// Keeps the tensors of replicas equal to their master's. Not thread-safe.
 class TRIREME_API ReplicaTensors {
  public:
   // Fills the leaves and buffers of `module`, whatever they hold. Replica 0 has the master's own
@@ -25,13 +25,14 @@ class TRIREME_API ReplicaTensors {
   explicit ReplicaTensors(ModuleReplicas module, bool copy_always = false);
 
   // Brings the replicas up to date, in time for a forward: they follow a master that was given
-  // other memory, a dtype or another requires_grad; copies are made again of what was written
-  // since, in one transfer per device. Costs a comparison per tensor where nothing changed. Returns
-  // how many bytes were copied. Throws ValueError for a parameter that is not on the device of
-  // replica 0.
+  // other memory, a dtype or another requires_grad; copies are made again of tensors that were
+  // written since, in one transfer per device. Costs a comparison per tensor where nothing changed.
+  // Returns how many bytes were copied. Throws ValueError for a parameter that is not on the device
+  // of replica 0.
   //
-  // A graph of replicas that is older than a refresh raises where it would in one process: after
-  // what its tensors' versions tell of. What is copied for another reason keeps its version.
+  // A graph of replicas that is older than a refresh raises where it would in one process: if the
+  // versions of its tensors tell of a write. A tensor that is copied for another reason keeps its
+  // version.
   int64_t refresh();
   // Called after a backward, which an optimizer may follow that writes parameters under no version,
   // as torch::optim::SGD does through .data(): the next refresh() copies what it may have written.
@@ -39,12 +40,13 @@ class TRIREME_API ReplicaTensors {
 
   const ModuleReplicas& module() const { return module_; }
   size_t count() const { return module_.devices.size(); }
-  // Returns what `replica` holds for itself: copies of parameters and buffers.
+  // Returns the bytes that `replica` holds for itself: copies of parameters and buffers.
   int64_t own_bytes(size_t replica) const;
 
  private:
-  // Says what a copy was made of. set_data() and torch::load() give a master other memory under the
-  // same version. A weak reference keeps the place of what it refers to, so that addresses tell.
+  // The source of a copy. set_data() and torch::load() give a master other memory under the same
+  // version. A weak reference keeps the StorageImpl's address from being used again, so that
+  // comparing addresses is enough.
   struct Copied {
     int64_t master = -1;  // versions after the copy; -1 if there was none
     int64_t copy = -1;

@@ -187,7 +187,8 @@ void Replicas::rethrow_first(const std::vector<size_t>& replicas,
   }
 }
 
-// Notes what the last pass took, for reports and for the balance. The caller holds report_mutex_.
+// Records the times of the last pass, for reports and for the balance. The caller holds
+// report_mutex_.
 void Replicas::note(const ReplicaPass& pass, bool with_backward) {
   std::vector<double> milliseconds = pass.forward_ms_;
   double longest = 0;

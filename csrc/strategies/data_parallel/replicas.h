@@ -24,13 +24,13 @@ namespace trireme {
 
 class ReplicaPass;
 
-// Holds what one replica did in the last step (host clock, milliseconds).
+// One replica's part of the last step (host clock, milliseconds).
 struct ReplicaReport {
   c10::Device device = c10::Device(c10::kCPU);
   int64_t rows = 0;
   double forward_ms = 0;
   double backward_ms = 0;
-  double waiting_share = 0;  // share of forward and backward: others were still at work
+  double waiting_share = 0;  // share of the slowest replica's time in which this one waited
   int64_t memory_bytes = 0;  // copies of parameters and buffers it holds for itself
 };
 
@@ -43,18 +43,18 @@ struct ReplicasReport {
 };
 
 struct ReplicasOptions {
-  // Holds the share of the batch per replica; all the same if empty.
+  // The share of the batch per replica; all the same if empty.
   std::vector<double> weights = {};
-  // Says whether shares follow the measured speed of the replicas.
+  // Whether shares follow the measured speed of the replicas.
   bool auto_balance = false;
-  // Is where outputs are gathered.
+  // The device where outputs are gathered.
   c10::Device output_device = c10::Device(c10::kCPU);
-  // Says that no replica shares memory with its master, and that backwards are one run of the
-  // engine, as on other devices: for tests.
+  // Whether no replica shares memory with its master, and backwards are one run of the engine, as
+  // on other devices: for tests.
   bool copy_always = false;
 };
 
-// Holds the replicas of a module, the threads they run on, and what they did. Both front doors of
+// The replicas of a module, the threads they run on, and their reports. Both front doors of
 // DataParallel stand on this: a step is
 //
 //   auto pass = replicas->begin(rows);  // replicas follow their master, the batch is cut
@@ -72,25 +72,26 @@ class TRIREME_API Replicas : public std::enable_shared_from_this<Replicas> {
   // once, when replicas take turns of very different length.
   std::shared_ptr<ReplicaPass> begin(int64_t rows);
 
-  // Calls job(position) for each chunk of the pass, in the thread of its replica. What job throws
-  // comes back when all have returned, the first in order of replicas if several did: a c10::Error
-  // with the name of its replica, any other exception nested in one that has it.
+  // Calls job(position) for each chunk of the pass, in the thread of its replica. An exception of a
+  // job comes back when all have returned, the first in order of replicas if several threw: a
+  // c10::Error with the name of its replica, any other exception nested in one that has it.
   using Job = std::function<void(size_t position)>;
   void forward(ReplicaPass& pass, const Job& job, const std::function<void()>& while_waiting = {});
 
-  // Called in a replica's thread with what a backward of it has thrown, before that goes on as it
-  // is (and not nested): who listens names the replica.
+  // Called in a replica's thread with an exception of its backward, before that goes on unchanged
+  // (and not nested): the listener names the replica.
   using ErrorListener = std::function<void(size_t replica, const std::exception_ptr& error)>;
   void on_error(ErrorListener listener) { error_listener_ = std::move(listener); }
 
-  // Asked some twenty times a second while a backward runs: what to throw instead of its result,
-  // once the replicas have come to their next gradient and stopped; null to go on.
+  // Called some twenty times a second while a backward runs in the replicas' threads. Returns the
+  // exception to throw instead of its result, once the replicas have come to their next gradient
+  // and stopped; null to go on.
   using Interrupt = std::function<std::exception_ptr()>;
   void on_wait(Interrupt interrupt) { interrupt_ = std::move(interrupt); }
 
   const ReplicasOptions& options() const { return options_; }
   ReplicaTensors& tensors() { return tensors_; }
-  // Says "replica 1 of 2 (cpu)".
+  // Returns "replica 1 of 2 (cpu)".
   std::string describe(size_t replica) const;
   ReplicasReport last_step() const;
 
@@ -122,7 +123,7 @@ class TRIREME_API Replicas : public std::enable_shared_from_this<Replicas> {
   std::vector<double> smoothed_ms_;
   int64_t measured_steps_ = 0;
   bool warned_ = false;
-  bool backward_in_engine_;  // true of devices that have a thread there
+  bool backward_in_engine_;  // true on devices for which the engine has a thread
 };
 
 }  // namespace trireme

@@ -68,7 +68,7 @@ void refuse_nesting(const torch::nn::Module& module) {
                                  {}, "Wrap the outermost module alone."));
 }
 
-// Each replica would meet the ranks by itself.
+// Refuses layers that communicate with other ranks: each replica would do so by itself.
 void refuse_meeting(const torch::nn::Module& module) {
   const std::string found = meeting_of_ranks(module, 0);
   TORCH_CHECK_VALUE(found.empty(),
@@ -171,7 +171,7 @@ bool ReplicatedModule::get_ready() {
 int64_t ReplicatedModule::rows_of(const at::Tensor* first) const {
   if (first == nullptr) return 1;
   const int64_t rank = first->dim();
-  // One that is out of range is refused, with all of its text, when the tensor is cut.
+  // A dim out of range is refused, with a full message, when the tensor is cut.
   return -rank <= options_.dim && options_.dim < rank ? first->size(options_.dim) : 1;
 }
 

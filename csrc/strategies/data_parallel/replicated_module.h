@@ -21,35 +21,35 @@
 namespace trireme {
 
 struct DataParallelOptions {
-  // Lists one per replica, the module's own first; one may be named twice. If empty, `replicas`
+  // One device per replica, the module's own first; one may be named twice. If empty, `replicas`
   // times the module's own.
   std::vector<c10::Device> devices = {};
-  // Counts the replicas; 0: as many as devices or weights, or, with neither, as suit the CPUs
+  // The number of replicas; 0: as many as devices or weights, or, with neither, as suit the CPUs
   // (core_groups.h) for a module there, and 1 elsewhere.
   int64_t replicas = 0;
-  // Is where outputs are put together; the first device if absent.
+  // The device where outputs are put together; the first device if absent.
   std::optional<c10::Device> output_device = {};
-  // Is the dimension of inputs and outputs that is the batch's; from the end if negative.
+  // The batch dimension of inputs and outputs; from the end if negative.
   int64_t dim = 0;
-  // Holds shares of the batch, one per replica; all the same if empty.
+  // The shares of the batch, one per replica; all the same if empty.
   std::vector<double> weights = {};
-  // Says whether shares follow the measured speed of the replicas.
+  // Whether shares follow the measured speed of the replicas.
   bool auto_balance = false;
 };
 
-// Does all of DataParallel that does not depend on the type of its module; see data_parallel.h.
-// Forwards of several threads come one after the other; other calls, not during one.
+// The part of DataParallel that does not depend on the type of its module; see data_parallel.h.
+// Forwards of several threads come one after the other; no other call may come during one.
 class TRIREME_API ReplicatedModule : public torch::nn::Module {
  public:
   ReplicatedModule(const ReplicatedModule&) = delete;
   ReplicatedModule& operator=(const ReplicatedModule&) = delete;
 
-  // Makes the replicas and their threads anew: after a change of what is not a tensor in the module
-  // (a dropout's p), of what is registered in it, or of at::get_num_threads(). Values, dtypes,
-  // requires_grad, train() and eval(), and a module that was moved are followed anyway.
+  // Makes the replicas and their threads anew: after a change of anything but a tensor in the
+  // module (a dropout's p), of what is registered in it, or of at::get_num_threads(). Values,
+  // dtypes, requires_grad, train() and eval(), and a module that was moved are followed anyway.
   void replicate();
 
-  // Reports what the last step took; all 0 for a single replica, which is the module itself.
+  // Returns the report of the last step; all 0 for a single replica, which is the module itself.
   ReplicasReport last_step() const;
   // Returns the devices of the replicas.
   const std::vector<c10::Device>& devices() const { return devices_; }
@@ -64,7 +64,8 @@ class TRIREME_API ReplicatedModule : public torch::nn::Module {
 
   // Waits for the forwards of other threads. Throws ValueError in a replica of this module.
   [[nodiscard]] std::unique_lock<std::mutex> take_turn();
-  // Makes the replicas follow the module before a forward. Returns whether it is a single one.
+  // Makes the replicas follow the module before a forward. Returns whether there is one replica
+  // only.
   bool get_ready();
   // Returns the rows of the batch whose first tensor is `first`; one if there is none.
   int64_t rows_of(const at::Tensor* first) const;

@@ -9,14 +9,14 @@
 
 namespace trireme {
 
-// Gives replicas of different speed chunks that take them the same time. It learns from what steps
-// took, and moves the shares only where that promises to make the slowest replica faster by a
+// Gives replicas of different speed chunks that take them the same time. It learns from the times
+// of steps, and moves the shares only where that promises to make the slowest replica faster by a
 // twentieth, so that a batch is not cut anew for every tremor of the machine.
 class TRIREME_API SpeedBalance {
  public:
   explicit SpeedBalance(size_t replicas);
 
-  // Learns what one step took on each replica that had rows: rows and milliseconds, parallel to
+  // Records the times of one step on each replica that had rows: rows and milliseconds, parallel to
   // `chunks`.
   void record(const std::vector<Chunk>& chunks, const std::vector<double>& milliseconds);
 

@@ -60,8 +60,8 @@ Ddp::Ddp(ModuleTensors module, std::shared_ptr<Communicator> communicator,
          const DdpOptions& options)
     : communicator_(std::move(communicator)) {
   const std::vector<ParameterInfo> infos = describe_parameters(module.parameters);
-  // What ranks do not share comes first: a rank that refused its own module would leave the others
-  // waiting.
+  // The comparison of ranks comes first: a rank that refused its own module alone would leave the
+  // others waiting.
   const c10::Device device = infos.empty() ? c10::Device(c10::kCPU) : infos.front().device;
   if (options.init_sync) {
     const std::string difference = difference_between_ranks(*communicator_, device, infos, "ddp");
@@ -109,8 +109,8 @@ void Ddp::after_forward(const std::vector<at::Tensor>& outputs, bool synchronize
 void Ddp::sync_buffers(const std::vector<at::Tensor>& buffers, int64_t root) {
   TRIREME_TRACE("ddp.sync_buffers");
   const at::NoGradGuard no_grad;
-  // Values that all ranks have already are no change that an earlier forward's graph would have to
-  // know of: without this, two forwards of a BatchNorm model before one backward raise.
+  // The broadcast is no change that an earlier forward's graph would have to know of, so versions
+  // are restored: otherwise two forwards of a BatchNorm model before one backward raise.
   std::vector<uint32_t> versions;
   for (const at::Tensor& buffer : buffers)
     versions.push_back(buffer.unsafeGetTensorImpl()->version_counter().current_version());

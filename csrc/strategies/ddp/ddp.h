@@ -16,21 +16,21 @@
 namespace trireme {
 
 struct DdpOptions {
-  // Ranks start from rank 0's parameters and buffers, after all have been compared.
+  // Whether ranks start from rank 0's parameters and buffers, after all have been compared.
   bool init_sync = true;
   bool init_sync_buffers = true;
-  // Rank 0's buffers for all before each forward that follows a synchronized one.
+  // Whether rank 0's buffers go to all ranks before each forward that follows a synchronized one.
   bool forward_sync_buffers = true;
-  // Buckets of that many MiB; by default 25, the first 1. A list gives one cap per bucket, the last
-  // going on.
+  // The sizes of buckets in MiB; by default 25, the first 1. A list gives one cap per bucket, the
+  // last one for all further buckets.
   std::optional<double> bucket_cap_mb;
   std::vector<double> bucket_cap_mb_list;
   bool gradient_as_bucket_view = false;
-  // Floating-point gradients travel in this dtype; in their own if absent.
+  // The dtype in which floating-point gradients travel; their own if absent.
   std::optional<at::ScalarType> reduce_dtype;
 };
 
-// What DDP sees of a module: everything it keeps equal on all ranks.
+// The tensors of a module that DDP keeps equal on all ranks.
 struct ModuleTensors {
   NamedParameters parameters;
   std::vector<at::Tensor> buffers;
@@ -40,7 +40,7 @@ TRIREME_API BucketCaps bucket_caps(const DdpOptions& options);
 
 // Synchronous data parallelism: every rank holds the model, sees its own part of the batch, and
 // .grad is the average over the ranks when backward() returns
-// (torch.nn.parallel.DistributedDataParallel; Li et al., VLDB 2020). What both front doors wrap; a
+// (torch.nn.parallel.DistributedDataParallel; Li et al., VLDB 2020). Both front doors wrap it. A
 // step is, in order:
 //
 //   before_forward    watch what the user froze or cast; buffers of rank 0 for all (sync_buffers)
@@ -54,52 +54,53 @@ TRIREME_API BucketCaps bucket_caps(const DdpOptions& options);
 // gradient's memory]).
 class TRIREME_API Ddp {
  public:
-  // Throws ValueError on bad options, a module without trainable parameters, parameters on several
-  // kinds of device, and (on all ranks alike) where ranks hold different parameters.
+  // Throws ValueError on bad options and for parameters on several kinds of device, and c10::Error,
+  // as torch's DDP does, for a module without trainable parameters and (on all ranks alike, with
+  // init_sync) where ranks hold different parameters.
   Ddp(ModuleTensors module, std::shared_ptr<Communicator> communicator, const DdpOptions& options);
 
-  // `synchronize`: this forward's backward is to average (false under no_sync). While this one is
-  // led, they tell the leader.
+  // `synchronize`: whether this forward's backward averages (false under no_sync). While an outer
+  // Ddp leads this one, the calls go to that.
   void before_forward();
   void after_forward(const std::vector<at::Tensor>& outputs, bool synchronize,
                      bool all_found = true);
 
   // [Note: one inside another]
-  // Averages alone for `inner`, whose module is a part of this one's: a forward of that one counts
-  // as one of this one's, beside a forward of this one too; inside of it, in one thread, nothing is
-  // told. Both reducers would take the same gradients. The outermost one leads; once it is gone,
-  // the next.
+  // Averages alone for `inner`, whose module is a part of this one's: both reducers would take the
+  // same gradients. A forward of the inner module counts as one of this Ddp, beside a forward of
+  // this module too; inside of the latter, in one thread, it is not reported. The outermost Ddp
+  // leads; once it is gone, the next.
   void lead(Ddp& inner) const { inner.around_.push_back(forwards_); }
-  // Lives while the module of this one runs its forward.
+  // A guard that lives while the module of this Ddp runs its forward.
   class Running;
   [[nodiscard]] Running running();
 
-  // Says whether a pipeline holds back its backwards. No forward tells then which backward will
-  // average: has_averaged() says whether one has since it was asked last.
+  // Returns whether a pipeline holds back its backwards. No forward tells then which backward will
+  // average: has_averaged() returns whether one has since its last call.
   bool is_held() const { return arming_->is_held(); }
   bool has_averaged() {
     const int64_t step = reducer_->last_step().step;
     return std::exchange(seen_step_, step) != step;
   }
 
-  // `buffers` of `root` for all ranks. One collective.
+  // Broadcasts `buffers` of `root` to all ranks. One collective.
   void sync_buffers(const std::vector<at::Tensor>& buffers, int64_t root);
-  // Parameters and buffers of `root` for all ranks (the end of a join). A parameter that has the
-  // values already is not written, since a sharded optimizer's must not be.
+  // Broadcasts parameters and buffers of `root` to all ranks (the end of a join). A parameter that
+  // has the values already is not written, since a sharded optimizer's must not be.
   void sync_module(const std::vector<at::Tensor>& buffers, int64_t root);
 
   Arming& arming() { return *arming_; }
   GradReducer& reducer() { return *reducer_; }
   const GradReducer& reducer() const { return *reducer_; }
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
-  // The device of the first parameter; all are of its kind.
+  // Returns the device of the first parameter; all are of its kind.
   c10::Device device() const { return reducer_->layout().device(); }
 
  private:
-  // What those inside tell of their forwards.
+  // The Arming to which inner Ddps report their forwards.
   struct Forwards {
     std::shared_ptr<Arming> arming;
-    // Counts those of this thread: others may evaluate meanwhile.
+    // Counts the running forwards of this thread: other threads may evaluate meanwhile.
     static std::unordered_map<const Forwards*, int64_t>& running_here();
     bool runs_here() const { return running_here().contains(this); }
   };

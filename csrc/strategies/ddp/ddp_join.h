@@ -1,7 +1,7 @@
 #pragma once
 
-#include <trireme/sync/join.h>
 #include <trireme/strategies/ddp/ddp.h>
+#include <trireme/sync/join.h>
 
 #include <torch/nn/module.h>
 
@@ -11,15 +11,17 @@
 
 namespace trireme {
 
-// DDP in a join: a rank that has run out takes everybody's buffers, and contributes zeros to their
-// backwards. At the end all ranks have the parameters and buffers of one that trained to the end.
+// DDP in a join: a rank that has run out takes part in the others' broadcasts of buffers, and
+// contributes zeros to their backwards. At the end all ranks have the parameters and buffers of one
+// that trained to the end.
 class TRIREME_API DdpJoin final : public Joinable {
  public:
-  // `buffers_may_differ` is set when a join is over. All of these must outlive this.
+  // `buffers_may_differ` is set when a join begins and when it is over. All of these must outlive
+  // this.
   DdpJoin(Ddp& ddp, const torch::nn::Module& module, bool& buffers_may_differ)
       : ddp_(ddp), module_(module), buffers_may_differ_(buffers_may_differ) {}
 
-  // Called before each forward: brings the buffers of one rank to all, if any rank wants it.
+  // Called before each forward: broadcasts the buffers of one rank, if any rank wants it.
   void before_forward(bool sync_buffers);
 
   std::shared_ptr<Communicator> join_communicator() const override { return ddp_.communicator(); }

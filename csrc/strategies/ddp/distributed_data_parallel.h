@@ -2,13 +2,13 @@
 
 #include <trireme/comm/c10d/comm_hook.h>
 #include <trireme/comm/launch/launch.h>
-#include <trireme/sync/no_sync.h>
 #include <trireme/module/averages_gradients.h>
 #include <trireme/module/find_tensors.h>
 #include <trireme/module/module_parameters.h>
 #include <trireme/saving/held_parts.h>
 #include <trireme/strategies/ddp/ddp.h>
 #include <trireme/strategies/ddp/ddp_join.h>
+#include <trireme/sync/no_sync.h>
 
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
@@ -20,7 +20,8 @@
 
 namespace trireme {
 
-// Parameters (each tensor once, however often it is registered) and buffers of a C++ module.
+// Returns the parameters (each tensor once, however often it is registered) and buffers of a
+// module.
 inline ModuleTensors module_tensors(const torch::nn::Module& module) {
   return {named_parameters(module), module.buffers()};
 }
@@ -81,7 +82,7 @@ class DistributedDataParallelImpl : public torch::nn::Module, public WrapsModule
   void join(const std::function<void()>& train, const JoinOptions& options = {}) {
     trireme::join({*this}, train, options);
   }
-  // Is what trireme::join() takes.
+  // Returns what trireme::join() takes.
   Joinable& joinable() { return join_; }
 
   // Replaces the all-reduce of each bucket, division included (see comm/c10d/comm_hook.h;
@@ -90,7 +91,7 @@ class DistributedDataParallelImpl : public torch::nn::Module, public WrapsModule
     ddp_.reducer().set_comm_hook(std::move(hook));
   }
 
-  // Says where the time of the last synchronized step went.
+  // Returns where the time of the last synchronized step went.
   StepReport last_step() const { return ddp_.reducer().last_step(); }
 
   Net& module() { return module_; }

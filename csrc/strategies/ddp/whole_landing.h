@@ -8,8 +8,8 @@
 
 namespace trireme {
 
-// Every rank keeps all of the average: it becomes the .grad of its parameter. See [Note: who owns a
-// gradient's memory] in grad/bucket.h, and [Note: gradients with a graph].
+// The landing of DDP: every rank keeps all of the average, as the .grad of its parameter. See
+// [Note: who owns a gradient's memory] in grad/bucket.h, and [Note: gradients with a graph].
 class TRIREME_API WholeLanding final : public Landing {
  public:
   // `as_bucket_view` replaces also a .grad that existed before, which otherwise keeps its identity.

@@ -52,7 +52,7 @@ void Fsdp::compare_gathers(const Request& request) {
                                  [self = weak_from_this()] {
                                    const auto alive = self.lock();
                                    if (!alive) return int64_t{0};
-                                   // What is left of the pass belongs to it.
+                                   // The rest of the pass belongs to it.
                                    if (alive->prefetch_.is_in_pass()) alive->end_pass_of_backward();
                                    return alive->prefetch_.gathered_hash();
                                  },
@@ -122,7 +122,7 @@ void Fsdp::pre_forward(const Forward& forward, const std::vector<at::Tensor>& in
       return forward.group->show_unsharded();
     }
   } else {
-    // No forward goes on over a step: what is open was left, and nobody said so.
+    // No forward lasts beyond a step: an open one was left without post_forward().
     if (forward.is_root || is_writing()) open_.clear();
     open_.push_back({forward.group.get(), forward.is_root, nullptr});
     if (open_.size() == 1) begin_forward(forward);
@@ -144,7 +144,7 @@ void Fsdp::begin_forward(const Forward& forward) {
 }
 
 // Watches the inputs of a unit: when the last of them has its gradient, backward has left the unit.
-// A leaf does not tell so cheaply; then the unit stays until backward is over.
+// A leaf cannot be watched so cheaply; then the unit stays until backward is over.
 std::shared_ptr<Fsdp::Use> Fsdp::watch_inputs(const std::shared_ptr<ParamGroup>& group,
                                               const std::vector<at::Tensor>& inputs) {
   auto use = std::make_shared<Use>();
@@ -205,11 +205,11 @@ void Fsdp::watch_outputs(const Forward& forward, const std::vector<at::Tensor>& 
 }
 
 void Fsdp::abandon_forward(const Forward& forward, const std::string& reason) noexcept {
-  if (runs_backward()) return;    // backward says so, if it is more than a checkpoint's early end
+  if (runs_backward()) return;  // backward reports it, if it is more than a checkpoint's early end
   if (!turn_.try_take()) return;  // begin_pass() has refused it
   const auto over = c10::make_scope_exit([this] { end_pass(); });
   close(forward);
-  try {  // what it has computed may have been kept, and backward may come to it
+  try {  // the outputs may have been kept, and backward may come to them
     if (forward.group && forward.group->flags().reshard_after_forward)
       prefetch_.done(*forward.group, /*hold=*/at::GradMode::is_enabled());
   } catch (...) {  // no memory for a piece of the unit, which so stays unsharded
@@ -244,8 +244,8 @@ std::set<Communicator*> Fsdp::gatherers() const {
   return found;
 }
 
-// Tells the others of an exception in a hook: ranks on which it did not raise go on to their next
-// step, and wait there for this one.
+// Tells the other ranks of an exception in a hook: those on which it did not raise go on to their
+// next step, and wait there for this one.
 void Fsdp::tell_hook_error(const std::string& what) {
   if (communicator_->world() == 1) return;
   const std::string text = "an all-reduce hook raised: " + one_line(what);
@@ -320,13 +320,13 @@ void Fsdp::check_writes() {
     const std::vector<int64_t> changed = group->changed_outside();
     const bool is_kept = group->has_unsharded() || group->memory().has_pieces();
     if (!changed.empty() && !is_kept) {
-      group->finish_writes();  // nobody has what was there before
+      group->finish_writes();  // no rank has what was there before
     } else if (!changed.empty()) {
       const std::string name = names_[first + static_cast<size_t>(changed.front())];
       const std::string why = !group->gathers() ? "when other ranks of the host may be reading it"
                               : group->has_unsharded() ? "while it was kept unsharded"
                                                        : "while ranks kept pieces of it";
-      for (const auto& one : groups_) one->finish_writes();  // said once
+      for (const auto& one : groups_) one->finish_writes();  // report it once
       TORCH_CHECK(false, error_text("fully_shard",
                                     "parameter '" + name +
                                         "' was written after a forward and before "
@@ -402,8 +402,8 @@ void Fsdp::pre_backward(ParamGroup* group, Use* use, const Prefetch::Forward& fo
   group->show_unsharded();
 }
 
-// Hears that the backward that runs has come to an input of a unit; with the last one it leaves the
-// unit.
+// Called when the backward that runs has come to an input of a unit; with the last input it leaves
+// the unit.
 void Fsdp::post_backward(ParamGroup& group, Use& use) {
   if (use.backward != backward_ || --use.inputs_left > 0) return;
   if (--uses_in_backward_[&group] == 0 && group.flags().reshard_after_backward)
@@ -440,7 +440,7 @@ void Fsdp::finish_backward() {
   }
   reshard_after_backward();
   if (!std::exchange(backward_took_turn_, false)) return;
-  // Reducers were told of the backward after this, and so finish it after this.
+  // Reducers heard of the backward later than this, and so finish it later.
   const std::shared_ptr<void> turn(
       nullptr, [self = shared_from_this()](void* /*none*/) { self->turn_.give_back(); });
   torch::autograd::Engine::get_default_engine().queue_callback([turn] {});

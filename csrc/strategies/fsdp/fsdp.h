@@ -32,27 +32,28 @@ namespace trireme {
 //   backward       grad_hook -> bucket -> each rank's shards of the average; one reducer for all
 //                  units that the same ranks share
 //   post_backward  the unit's inputs have their gradients, or backward is over: as post_forward
-//   begin_writing  before the optimizer: waits until nobody reads
+//   begin_writing  before the optimizer: waits until no rank reads
 //
 // (Rajbhandari et al., SC 2020, call it stage 3; torch.distributed.fsdp.fully_shard.) Where ranks
-// share a host's memory, unsharding and resharding move nothing, and a unit that a rank skips is
-// nobody's business. Elsewhere they gather and free, by [Note: in which order units are gathered].
-// In both a unit that a rank skips contributes zeros as its gradient.
+// share a host's memory, unsharding and resharding move nothing, and a rank may skip a unit without
+// the others. Elsewhere they gather and free, by [Note: in which order units are gathered]. In both
+// a unit that a rank skips contributes zeros as its gradient.
 
 // [Note: passes of several threads]
 //
-// Units show either what is sharded or what is not, and what a pass has open belongs to the root:
-// so passes of several threads come one after the other. A forward of the root, a backward and a
-// step wait until those of other threads are over. A unit inside of the root may be part of another
-// thread's forward, one that starts threads, which would never be over: it is refused. Who steps
-// sees to it that nobody evaluates meanwhile, as with any module. Where parameters are gathered all
-// ranks must come to their passes in one order, whichever threads make them.
+// A unit shows either sharded or unsharded parameters to all threads, and the root has one state of
+// an open pass: so passes of several threads come one after the other. A forward of the root, a
+// backward and a step wait until those of other threads are over. A unit inside of the root may be
+// part of another thread's forward, one that starts threads, which would never be over: it is
+// refused. The caller of a step makes sure that no thread evaluates meanwhile, as with any module.
+// Where parameters are gathered all ranks must come to their passes in one order, whichever threads
+// make them.
 //
-// A backward on another device than CPU runs in threads of autograd: it waits for nobody, and what
-// is computed again in it belongs to it.
+// A backward on another device than CPU runs in threads of autograd: it waits for no other pass,
+// and forwards that are computed again in it belong to it.
 
-// Leads the units under one root through a step; both front doors wrap it. It is made when the root
-// is first used.
+// Runs the steps of all units under one root; both front doors wrap it. It is made when the root is
+// first used.
 //
 // Cost per step and rank, N parameters of 4 bytes, P ranks of one host: 4 N bytes of gradients
 // deposited, 4 N / P summed up; no collective for parameters, and none between steps but two waits.
@@ -84,24 +85,25 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   // Makes an Fsdp. Not collective.
   static std::shared_ptr<Fsdp> make(Request request);
 
-  // Says whose forward begins or ends; `group` is null for a unit without parameters of its own.
+  // The unit whose forward begins or ends; `group` is null for a unit without parameters of its
+  // own.
   struct Forward {
     std::shared_ptr<ParamGroup> group;
     bool is_root = false;
   };
-  // Called before what leads to pre_forward(): takes this thread's turn, which ends with its
-  // outermost forward. Throws c10::Error for a unit inside of the root during another thread's
+  // Called before everything that leads to pre_forward(): takes this thread's turn, which ends with
+  // its outermost forward. Throws c10::Error for a unit inside of the root during another thread's
   // pass.
   void begin_pass(bool is_root);
-  // Called before the forward of a unit. `inputs` are the tensors in what the unit is called with,
-  // needed where its parameters are gathered. Throws c10::Error on this rank if a shard was written
-  // while others may have read it; c10::DistBackendError as the step gate and the reducer do.
+  // Called before the forward of a unit. `inputs` are the tensors in the unit's arguments, needed
+  // where its parameters are gathered. Throws c10::Error on this rank if a shard was written while
+  // others may have read it; c10::DistBackendError as the step gate and the reducer do.
   void pre_forward(const Forward& forward, const std::vector<at::Tensor>& inputs = {});
   // Called after the forward of a unit. `outputs` are the tensors in what the unit returns; see
   // Arming::after_forward. Throws c10::DistBackendError as a gather and the reducer do.
   void post_forward(const Forward& forward, const std::vector<at::Tensor>& outputs, bool all_found);
 
-  // These take part in a forward, and in a backward, of the others, without a batch and with zeros
+  // Take part in a forward, and in a backward, of the other ranks, without a batch and with zeros
   // as gradients (join). `entry` is the group of the unit at which the forward begins. The
   // gradients of this rank's shards come as from a backward, if the flags of units ask for them.
   void shadow_forward(const std::shared_ptr<ParamGroup>& entry);
@@ -118,13 +120,13 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   };
   void tell_passes(std::function<void(const PassStart&)> callback);
 
-  // Called instead of post_forward() when an exception has left the forward of a unit, whether
-  // somebody around it catches it or not. The other ranks, which would wait for this one, are told
-  // if units gather and no forward is around this one.
+  // Called instead of post_forward() when an exception has left the forward of a unit, whether it
+  // is caught outside or not. The other ranks, which would wait for this one, are told if units
+  // gather and no forward is around this one.
   void abandon_forward(const Forward& forward, const std::string& reason) noexcept;
 
-  // These serve a caller who reads parameters outside of forward, or earlier there. Every rank
-  // calls them at the same place where units are gathered. begin_unshard() does not wait until the
+  // Serve a caller that reads parameters outside of forward, or earlier there. Every rank calls
+  // them at the same place where units are gathered. begin_unshard() does not wait until the
   // parameters are there, and does nothing where they are not gathered.
   void unshard(ParamGroup& group);
   void begin_unshard(ParamGroup& group);
@@ -139,7 +141,7 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   // scaled their gradients differently: on all ranks of the host, which are through the gate then.
   void begin_writing();
 
-  // Says whether this rank may write its shards now.
+  // Returns whether this rank may write its shards now.
   bool is_writing() const { return gates_.is_writing(); }
 
   // Hands averaged gradients, by the index of their parameters, to `callback`, which keeps them, on
@@ -148,19 +150,18 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
       std::function<void(const std::vector<int64_t>& parameters, std::vector<at::Tensor> parts)>;
   void hand_out_gradients(GradientCallback callback);
   void wait_for_gradients() { delivery_->wait(); }
-  // Keeps averaged gradients for a caller who does not; see GradientDelivery::keep().
-  // begin_writing() looks by what factor they were multiplied since.
+  // Keeps averaged gradients for a caller without a callback; see GradientDelivery::keep().
+  // begin_writing() compares by what factor they were multiplied since.
   void keep_gradients();
 
-  // Says where memory comes from that is gathered into, and that gradients are sent from; the
-  // device's allocator where a source is empty.
+  // Sets the sources of memory that is gathered into, and of memory that gradients are sent from;
+  // the device's allocator where a source is empty.
   void set_memory_sources(BufferPool::Source gathered, const BufferPool::Source& gradients);
   // Makes backwards only accumulate, and finalize_backward() average what has come together.
   void set_manual_finalization(bool manual);
   void finalize_backward();
 
-  // Forgets, after an exception, what forward and backward have left, accumulated gradients
-  // included.
+  // Drops, after an exception, what forward and backward have left, accumulated gradients included.
   void reset();
 
   UnitReducers& reducers() { return reducers_; }
@@ -209,7 +210,7 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
     std::shared_ptr<Use> use;  // null unless the group gathers
   };
   std::vector<Open> open_;
-  ThreadTurn turn_{"fully_shard"};  // the thread has it whose pass is under way
+  ThreadTurn turn_{"fully_shard"};  // held by the thread whose pass is under way
   std::map<const ParamGroup*, int64_t> uses_in_backward_;  // counts those of units that gather
   int64_t backward_ = 0;                                   // counts backwards
   std::set<int64_t> forwards_in_backward_;

@@ -1,9 +1,9 @@
 #pragma once
 
-#include <trireme/optim/write_gate.h>
 #include <trireme/module/cast_tensors.h>
 #include <trireme/module/find_tensors.h>
 #include <trireme/module/for_each_tensor.h>
+#include <trireme/optim/write_gate.h>
 #include <trireme/strategies/fsdp/sharded_module.h>
 
 #include <torch/nn/pimpl.h>
@@ -18,7 +18,7 @@
 
 namespace trireme {
 
-// The module in a holder (TORCH_MODULE) or a shared_ptr.
+// The type of the module in a holder (TORCH_MODULE) or a shared_ptr.
 template <typename M>
 struct ContainedIn {
   using type = typename M::ContainedType;
@@ -61,7 +61,7 @@ constexpr auto forward_method_of() {
   }
 }
 
-// Says whether find_tensors() sees all tensors that a value of a type may hold.
+// Whether find_tensors() sees all tensors that a value of a type may hold.
 template <typename T, typename Elements = typename ElementsOf<std::remove_cvref_t<T>>::type>
 inline constexpr bool kFindsAllTensors = std::is_same_v<std::remove_cvref_t<T>, at::Tensor> ||
                                          std::is_arithmetic_v<T> || std::is_enum_v<T>;
@@ -113,7 +113,7 @@ class ShardedHolding : public ShardedModule {
     return inputs;
   }
 
-  // What holds tensors is copied and cast; other things are handed on.
+  // Arguments that hold tensors are copied and cast; others are handed on.
   template <typename Arg>
   using Held =
       std::conditional_t<kHoldsTensors<std::remove_cvref_t<Arg>>, std::remove_cvref_t<Arg>, Arg&&>;
@@ -164,7 +164,7 @@ class ShardedImpl final
   explicit ShardedImpl(M module, FsdpOptions options = {})
       : Base(pointer_to(module), std::move(options)) {}
 
-  // What computes, with whole parameters; see [Note: a sharded C++ module].
+  // Returns the user's module, which has whole parameters; see [Note: a sharded C++ module].
   Net& module() { return *this->module_; }
 
  private:

@@ -18,9 +18,9 @@ namespace trireme {
 // LibTorch's clip_grad_norm_ knows nothing of shards: each rank would clip by the norm of its own,
 // and it writes through `.data()`, which no version tells. So samples of each gradient are kept
 // when it is delivered, and each rank tells at the gate by which one factor all of them have been
-// multiplied since. Factors that differ are refused on all ranks of the host. A rank says nothing
-// that has no samples, or changed them in another way: by element (clip_grad_value_, noise), or by
-// parameter. What all ranks scale alike passes: model->clip_grad_norm_, the inverse of a loss
+// multiplied since. Factors that differ are refused on all ranks of the host. A rank tells none if
+// it has no samples, or changed them in another way: by element (clip_grad_value_, noise), or by
+// parameter. Scaling alike on all ranks passes: model->clip_grad_norm_, the inverse of a loss
 // scale.
 
 // Brings this rank's part of averaged gradients from the leaves that the reducers fill to where the
@@ -29,16 +29,16 @@ class TRIREME_API GradientDelivery : public std::enable_shared_from_this<Gradien
  public:
   explicit GradientDelivery(const std::vector<std::shared_ptr<ParamGroup>>& groups);
 
-  // Takes gradients out of the .grad of their ShardedParam::gradient_leaf(), for a caller who keeps
-  // them himself. Those of offloaded shards are copied into CPU memory. They are there when
-  // backward, or the call that delivers them outside of one, is over; or when wait() returns.
+  // Takes gradients out of the .grad of their ShardedParam::gradient_leaf(), for a caller that
+  // keeps them. Those of offloaded shards are copied into CPU memory. They are there when backward,
+  // or the call that delivers them outside of one, is over; or when wait() returns.
   std::vector<at::Tensor> take(const std::vector<int64_t>& parameters);
   void wait() { copies_.wait(); }
-  // Keeps gradients for a caller who does not: those of offloaded shards become the .grad of
-  // ShardedParam::sharded(), too, or are added to it, and factor() knows all of them.
+  // Keeps gradients for a caller that does not: those of offloaded shards become the .grad of
+  // ShardedParam::sharded(), too, or are added to it, and factor() samples all of them.
   void keep(const std::vector<int64_t>& parameters);
 
-  // Returns by what factor all kept gradients were multiplied since they were delivered.
+  // Returns by which factors all kept gradients may have been multiplied since they were delivered.
   FactorRange factor() const;
   void forget() { delivered_.clear(); }
 

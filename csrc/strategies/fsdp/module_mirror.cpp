@@ -9,7 +9,7 @@
 namespace trireme {
 namespace {
 
-// A module that is there for its name and its tensors.
+// A module without a forward, for its name and its tensors.
 class Mirror final : public torch::nn::Module {
  public:
   explicit Mirror(std::shared_ptr<const torch::nn::Module> source)
@@ -17,8 +17,8 @@ class Mirror final : public torch::nn::Module {
   void pretty_print(std::ostream& stream) const override { source_->pretty_print(stream); }
   bool is_serializable() const override { return source_->is_serializable(); }
 
-  // Undefined ones too (a Linear without bias), which the public functions leave out and archives
-  // hold.
+  // Returns undefined parameters, too (a Linear without bias), which the public functions leave out
+  // and archives hold.
   static const auto& parameters_of(const torch::nn::Module& module) {
     return module.*(&Mirror::parameters_);
   }

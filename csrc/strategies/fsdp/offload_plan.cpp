@@ -14,7 +14,8 @@
 namespace trireme {
 namespace {
 
-// How many parameters, from the front, come nearest to so many bytes; what is owed then.
+// Returns how many parameters, from the front, come nearest to `wanted` bytes, and what is owed
+// then.
 std::pair<size_t, double> from_the_front(const std::vector<int64_t>& parameter_bytes,
                                          double wanted) {
   size_t count = 0;

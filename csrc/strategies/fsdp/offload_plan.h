@@ -18,9 +18,9 @@ struct OffloadOwed {
 
 // A fraction of a model in CPU memory while another device computes, by bytes.
 //
-// Of the fraction `optimizer` this rank's part of parameters, their gradients and so the state of
-// the optimizer lie in CPU memory, where the optimizer steps them. Of `params` (at most
-// `optimizer`) the device has no copy, and each gather brings one; of the others it keeps one of
+// For the fraction `optimizer`, this rank's part of parameters, their gradients and so the state of
+// the optimizer lie in CPU memory, where the optimizer steps them. For `params` (at most
+// `optimizer`) the device has no copy, and each gather brings one; for the rest it keeps a copy of
 // the part, in param_dtype, made once per step.
 //
 // Whole parameters are chosen, from the front of each unit. Copies of one Offload know of each
@@ -29,8 +29,8 @@ struct Offload {
   double optimizer = 1.0;
   double params = 0.0;
   bool pin_memory = true;  // page-locked, which copies that run beside the computation need
-  // Tests set it: offloads also where the parameters are in CPU memory already, if they are
-  // gathered.
+  // Whether parameters that are in CPU memory already are offloaded, too, if they are gathered: for
+  // tests.
   bool from_cpu = false;
   std::shared_ptr<OffloadOwed> owed = std::make_shared<OffloadOwed>();
 };
@@ -41,11 +41,11 @@ TRIREME_API void check_offload(const Offload& offload, RankOf where);
 struct OffloadPlanRequest {
   double optimizer = 1.0;
   double params = 0.0;
-  const std::vector<int64_t>& parameter_bytes;  // bytes of a unit's, each on all ranks together
+  const std::vector<int64_t>& parameter_bytes;  // bytes of each parameter, on all ranks together
   OffloadOwed owed = {};                        // what the units before owe
 };
 
-// Says which of a unit's parameters lie where. It is a value: equal on all ranks.
+// Where each of a unit's parameters lies. It is a plain value: equal on all ranks.
 struct OffloadPlan {
   std::vector<ShardOffload> parameters;
   OffloadOwed owed;  // what is owed, this unit included
@@ -53,8 +53,8 @@ struct OffloadPlan {
 
 TRIREME_API OffloadPlan make_offload_plan(const OffloadPlanRequest& request);
 
-// Says in `request` which of a unit's parameters lie where. Does nothing where they are in CPU
-// memory already, and rank 0 says so once. Throws what check_offload() throws.
+// Sets in `request` where each of a unit's parameters lies. Does nothing where they are in CPU
+// memory already, and rank 0 warns of that once. Throws what check_offload() throws.
 TRIREME_API void settle_offload(const Offload& offload, ParamGroupRequest& request, RankOf where);
 
 }  // namespace trireme

@@ -69,7 +69,7 @@ std::vector<at::Tensor> OwnerLanding::take_sums(Bucket& bucket) {
     at::Tensor& partial = partial_sums_[index];
     if (partial.defined()) own.add_(partial);
     partial = is_deferred(index) ? std::move(own) : at::Tensor();
-    if (is_deferred(index)) parameter(index).mutable_grad().reset();  // it is in there
+    if (is_deferred(index)) parameter(index).mutable_grad().reset();  // the partial sum has it
     goes_on.push_back(!is_deferred(index));
   }
   return bucket.sums_of(goes_on);

@@ -21,10 +21,10 @@ struct OwnSum {
 // into the leaf of a shard by way of autograd, which would call them.
 TRIREME_API at::Tensor shown_to_hooks(const at::Tensor& leaf, at::Tensor gradient);
 
-// This rank's part of the average goes to an owner: a leaf over its shard, whose .grad it becomes,
-// or is added to. The .grad of the parameter itself is what this rank contributes; it is undefined
-// after the reduction. Sums may wait, with their rank, for a later backward that sums them up over
-// the ranks that hold the same shards too.
+// The landing of fully_shard: this rank's part of the average goes to an owner, a leaf over its
+// shard, whose .grad it becomes, or is added to. The .grad of the parameter itself is what this
+// rank contributes; it is undefined after the reduction. Sums may wait, with their rank, for a
+// later backward that sums them up over the ranks that hold the same shards too.
 //
 // Values are one per parameter, and equal on all ranks. The public functions of a strategy take the
 // reducer's lock. The thread that trains calls them.
@@ -33,8 +33,8 @@ class TRIREME_API OwnerLanding final : public Landing {
   struct Owners {
     OwnShards own;
     std::vector<at::Tensor> leaves;  // over this rank's shards
-    bool has_replicas = false;       // other ranks hold the same shards
-    // Lists those of the .grad of leaves; each has its own if it is empty.
+    bool has_replicas = false;       // whether other ranks hold the same shards
+    // The dtypes of the .grad of leaves; each has its own if it is empty.
     std::vector<at::ScalarType> dtypes = {};
   };
   OwnerLanding(std::shared_ptr<Arming> arming, Owners owners)

@@ -23,7 +23,7 @@ bool all_or_none(int64_t count, size_t units, const char* what, RankOf where) {
   return count > 0;
 }
 
-// The units of a model, itself first.
+// Returns the units of a model, itself first.
 std::vector<ShardedModule*> units_of(ShardedModule& model) {
   std::vector<ShardedModule*> units = units_below(model);
   units.insert(units.begin(), &model);
@@ -110,7 +110,7 @@ void ShardedModule::Joining::before_step(const at::Tensor& parameter) {
   join_->share_options({optimizers_[optimizer]});
 }
 
-// With what this rank still has it has stepped.
+// Clears the gradients with which this rank has stepped already.
 void ShardedModule::Joining::run_out() {
   for (torch::optim::Optimizer* one : optimizers_) one->zero_grad();
 }

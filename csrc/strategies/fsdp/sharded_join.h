@@ -15,8 +15,8 @@ class ShardedModule::Joining final : public Joinable {
   Joining(ShardedModule& model, Root& root) : model_(model), root_(root) {}
   bool is_in_join() const { return join_ != nullptr; }
 
-  // These are called first. `unit` is the model or a unit in it; `parameter` one that an optimizer
-  // is about to write; it names them all, in their order.
+  // Called before a clip, and before a write of `parameter` by an optimizer, which names all of its
+  // parameters in their order. `unit` is the model or a unit in it.
   void before_clip(const ShardedModule& unit, const ClipOptions& options);
   void before_step(const at::Tensor& parameter);
 

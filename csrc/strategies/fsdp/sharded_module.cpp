@@ -3,9 +3,9 @@
 #include <trireme/comm/launch/launch.h>
 #include <trireme/comm/subgroups.h>
 #include <trireme/common/error.h>
-#include <trireme/optim/write_gate.h>
 #include <trireme/module/averages_gradients.h>
 #include <trireme/module/module_parameters.h>
+#include <trireme/optim/write_gate.h>
 #include <trireme/strategies/fsdp/module_mirror.h>
 #include <trireme/strategies/fsdp/sharded_join.h>
 #include <trireme/strategies/fsdp/sharded_root.h>
@@ -380,7 +380,8 @@ std::vector<GradNormPart> ShardedModule::parts_of_gradients() const {
   for (const ShardedModule* unit : units_below(*this)) units.push_back(unit);
   std::vector<GradNormPart> parts;
   for (const ShardedModule* unit : units) {
-    // What other ranks share than this unit may be another one there (experts): all of them count.
+    // Ranks that do not share this unit may have another one in its place (experts): all of them
+    // count.
     GradNormPart cut{{}, device_, sharers_, 1};
     GradNormPart whole;
     if (unit->sharers_ != sharers_) {
@@ -388,7 +389,7 @@ std::vector<GradNormPart> ShardedModule::parts_of_gradients() const {
       cut = {{}, device_, options_.communicator, replicas ? replicas->world() : 1};
       whole = {{}, device_, options_.communicator, unit->options_.communicator->world()};
     }
-    part_of(parts, cut);  // whoever has gradients, the parts are the same on all ranks
+    part_of(parts, cut);  // the parts are the same on all ranks, whichever have gradients
     part_of(parts, whole);
     for (const ShardedParam* param : unit->sharded_params()) {
       const at::Tensor& grad = param->sharded().grad();

@@ -1,11 +1,11 @@
 #pragma once
 
 #include <trireme/optim/grad_norm.h>
-#include <trireme/sync/join.h>
 #include <trireme/saving/held_parts.h>
 #include <trireme/strategies/fsdp/fsdp.h>
 #include <trireme/strategies/fsdp/offload_plan.h>
 #include <trireme/strategies/fsdp/unit_hold.h>
+#include <trireme/sync/join.h>
 
 #include <torch/nn/module.h>
 #include <torch/serialize/archive.h>
@@ -27,10 +27,10 @@ struct FsdpOptions {
   std::optional<at::ScalarType> reduce_dtype = {};
   // The dtype of the module's floating-point outputs; they stay as they come if it is absent.
   std::optional<at::ScalarType> output_dtype = {};
-  // Says whether floating-point inputs are brought to param_dtype.
+  // Whether floating-point inputs are cast to param_dtype.
   bool cast_forward_inputs = true;
-  // Says whether the unit is resharded after forward, as in Python. If absent it is, unless it is
-  // the outermost unit. Changes nothing between ranks of one host.
+  // Whether the unit is resharded after forward, as in Python. If absent it is, unless it is the
+  // outermost unit. Changes nothing between ranks of one host.
   std::optional<bool> reshard_after_forward = {};
   // All ranks that train; those of the last trireme::init() if null. An inner unit may have one of
   // some of the outermost unit's ranks, which share the unit with each other only (experts); its
@@ -60,7 +60,7 @@ struct FsdpOptions {
   // Chooses the dimension of a parameter that is sharded, below 0 from behind; the first one if
   // empty. Equal on all ranks.
   std::function<int64_t(const std::string& name, const at::Tensor& parameter)> shard_dim = {};
-  // Says what lies in CPU memory. On CPU it does nothing, and rank 0 says so once.
+  // The part of the unit that lies in CPU memory. On CPU it does nothing, and rank 0 says so once.
   std::optional<Offload> offload = {};
 };
 
@@ -77,10 +77,10 @@ struct FsdpOptions {
 // So parameters(), named_parameters() and zero_grad() of any module around it see shards, under the
 // names of the plain model, and an optimizer is made of them as of any. Before it writes them it
 // passes a gate: trireme::step(optimizer), or an optimizer of optim/flat_optimizer.h, which does so
-// by itself. What goes around the gate is noticed in the next forward, which throws.
+// by itself. A write that goes around the gate is noticed in the next forward, which throws.
 //
-// What a program reads through inner's own members (net->head->weight) is whole, and final from
-// unshard() to the next step (or reshard()); nobody may write it.
+// Inner's own members (net->head->weight) are whole, and final from unshard() to the next step (or
+// reshard()); no rank may write them.
 
 // The part of a unit that does not depend on the type of its module; see Sharded in fully_shard.h.
 // Passes may come from several threads; see [Note: passes of several threads] in fsdp.h. Other
@@ -94,29 +94,27 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
   // Waits until all ranks have written their shards: the members of the module may be read.
   // Every rank must come, here or to a forward; where parameters are gathered, here.
   void unshard();
-  // Starts to gather parameters for a caller of a later unshard() or forward. Does nothing where
-  // parameters are not gathered.
+  // Starts to gather parameters for a later unshard() or forward. Does nothing where parameters are
+  // not gathered.
   void begin_unshard();
-  // Gives up what unshard() has gathered. Every rank calls it where parameters are gathered.
+  // Frees what unshard() has gathered. Every rank calls it where parameters are gathered.
   void reshard();
 
-  // These say whether this unit and those in it are resharded when forward, and when backward, is
-  // over; among all ranks, whatever reshard_among said. Called between forwards, alike on all
-  // ranks.
+  // Set whether this unit and those in it are resharded when forward, and when backward, is over;
+  // among all ranks, whatever reshard_among said. Called between forwards, alike on all ranks.
   void set_reshard_after_forward(bool reshard);
   void set_reshard_after_backward(bool reshard);
 
-  // These name the units that are on their way, by plan, while this one computes, in place of the
-  // next one (param/prefetch.h); set_dynamic_gather() lets ranks agree about each gather, for those
-  // that use other units than the others. The outermost unit must be in use already, unless this
-  // one is the outermost. Called alike on all ranks; without effect where parameters are not
-  // gathered.
+  // Set the units that are gathered, by plan, while this one computes, in place of the next one
+  // (param/prefetch.h); set_dynamic_gather() lets ranks agree about each gather, where some use
+  // other units than others. The outermost unit must be in use already, unless this one is the
+  // outermost. Called alike on all ranks; without effect where parameters are not gathered.
   void set_forward_prefetch(const std::vector<const ShardedModule*>& units);
   void set_backward_prefetch(const std::vector<const ShardedModule*>& units);
   void set_dynamic_gather(bool dynamic);
-  // Says where memory comes from that is gathered into, and that gradients are sent from, such as
-  // memory_of() a process group (comm/group_memory.h); the device's allocator where a source is
-  // empty. Called on the outermost unit.
+  // Sets the sources of memory that is gathered into, and of memory that gradients are sent from,
+  // such as memory_of() a process group (comm/group_memory.h); the device's allocator where a
+  // source is empty. Called on the outermost unit.
   void set_memory_sources(BufferPool::Source gathered, const BufferPool::Source& gradients);
   // Lets shards be written in place until the next forward or unshard(). Waits until no rank reads;
   // every rank must come.
@@ -138,8 +136,8 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
   };
   [[nodiscard]] NoSync no_sync() { return NoSync(*this); }
 
-  // Says, under shard_among, whether backwards average the gradients of this unit, and of those in
-  // it, over replicas. If not, what the sharing ranks have summed up waits on this rank, 1/P of the
+  // Sets, under shard_among, whether backwards average the gradients of this unit, and of those in
+  // it, over replicas. If not, the sums over the sharing ranks wait on this rank, 1/P of the
   // gradients in reduce_dtype, for the next backward that does. Equal on all ranks.
   void set_requires_all_reduce(bool requires_all_reduce);
 
@@ -165,11 +163,11 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
     options.optimizers.push_back(&optimizer);
     trireme::join({*this}, train, options);
   }
-  // Is what trireme::join() takes, for optimizers in its options.
+  // Returns what trireme::join() takes, for optimizers in its options.
   Joinable& joinable();
 
   // Scales the gradients of this unit and those in it to a common norm of at most `max_norm`;
-  // returns what it was, the same on all ranks. See optim/grad_norm.h. Collective.
+  // returns the norm before, the same on all ranks. See optim/grad_norm.h. Collective.
   at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0,
                              bool error_if_nonfinite = false);
   // Returns this rank's part of the gradients of this unit and those in it, for
@@ -183,15 +181,13 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
   RankOf sharing() const { return sharers_->rank_of(); }
   void add_parts(HeldParts& parts) const override;
 
-  // Says where the time of the last synchronized backward went.
+  // Returns where the time of the last synchronized backward went.
   StepReport last_step() const;
-  // Forgets, after an exception, what forward and backward have left, accumulated gradients
-  // included.
+  // Drops, after an exception, what forward and backward have left, accumulated gradients included.
   void reset_iter_state();
 
   void train(bool on = true) override;
-  // These return where nothing is to be done, and else throw NotImplementedError, as clone() always
-  // does.
+  // Return where nothing is to be done, and else throw NotImplementedError, as clone() always does.
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Device device, bool non_blocking = false) override;

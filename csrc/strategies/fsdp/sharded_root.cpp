@@ -104,7 +104,7 @@ void ShardedModule::Root::refuse_in_join(const std::string& call) const {
                  core->communicator()->rank_of(), "Call it before or behind join()."));
 }
 
-// Returns the place in `ranks` of those that share a unit, which are added if they are not there.
+// Returns the index in `ranks` of those that share a unit; adds them if they are missing.
 size_t ShardedModule::Root::place_of(const ShardedModule& unit) {
   const Communicator& all = *ranks.front().communicator;
   const Communicator& own = *unit.options_.communicator;
@@ -123,7 +123,8 @@ size_t ShardedModule::Root::place_of(const ShardedModule& unit) {
   return ranks.size() - 1;
 }
 
-// Returns what all ranks agree by about the order of gathers; null where that of the units will do.
+// Returns the communicator by which all ranks agree on the order of gathers; null where that of the
+// units will do.
 std::shared_ptr<Communicator> ShardedModule::Root::order_agreement() const {
   const bool gathers =
       std::any_of(groups.begin(), groups.end(), [](const auto& group) { return group->gathers(); });

@@ -12,16 +12,16 @@
 
 namespace trireme {
 
-// The units in a module, itself left out.
+// Returns the units in a module, itself left out.
 std::vector<ShardedModule*> units_below(const torch::nn::Module& module);
 
-// What the user, or torch::load, has put in place of a shard's memory comes back into the memory
-// that all ranks share; whole parameters are welcome, too. Throws ValueError for what does not fit,
+// Copies what the user, or torch::load, has put in place of a shard's memory back into the memory
+// that all ranks share; whole parameters are taken, too. Throws ValueError for what does not fit,
 // with the shard as it was.
 void settle_shard(const ShardedParam& param, const std::string& name, RankOf where);
 
-// All units under the outermost one: what they share in a step. Made when that is first used;
-// collective where units gather that not all of its ranks share.
+// All units under the outermost one, and their common state in a step. Made when the outermost unit
+// is first used; collective where units gather that not all of its ranks share.
 class ShardedModule::Root {
  public:
   // Throws c10::Error if a unit in it was used before it.
@@ -38,7 +38,7 @@ class ShardedModule::Root {
   void begin_reading();
   void begin_writing();
   Joining& joinable(ShardedModule& unit);
-  // Returns what a join listens to; null outside of one.
+  // Returns the Joining of the model; null outside of a join.
   Joining* joining() const;
   // Throws ValueError in a join for a collective `call` that ranks without inputs do not follow.
   void refuse_in_join(const std::string& call) const;
@@ -60,7 +60,7 @@ class ShardedModule::Root {
 
   std::unique_ptr<Joining> joining_;                    // once asked for
   std::vector<std::shared_ptr<Communicator>> sharers_;  // parallel to `ranks`
-  // What was written last: torch's C++ SGD writes `.data`, which no version counts.
+  // Samples as last written: torch's C++ SGD writes `.data`, which no version counts.
   TensorSamples samples_;
   std::vector<int64_t> member_versions_;
 };

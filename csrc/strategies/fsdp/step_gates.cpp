@@ -7,7 +7,7 @@
 namespace trireme {
 namespace {
 
-// Returns what other hosts read of each rank, in all groups.
+// Returns the parts of each rank that other hosts read, in all groups.
 PartsByRank parts_of(const std::vector<std::shared_ptr<ParamGroup>>& groups) {
   PartsByRank all;
   for (const auto& group : groups) {

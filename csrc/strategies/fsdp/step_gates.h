@@ -18,10 +18,10 @@ class TRIREME_API StepGates {
   StepGates(const std::vector<std::shared_ptr<ParamGroup>>& groups,
             const std::vector<size_t>& ranks_of);
 
-  // Says whether this rank may write behind any of them.
+  // Returns whether this rank may write behind any of them.
   bool is_writing() const;
   void begin_reading();
-  // Returns what lies in the factors of all ranks, behind all gates.
+  // Returns the factors that all ranks have in common, behind all gates.
   FactorRange begin_writing(const FactorRange& own);
 
  private:

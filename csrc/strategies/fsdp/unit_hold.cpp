@@ -2,8 +2,8 @@
 
 namespace trireme {
 
-// The one that a unit's reducer has for the unsharded parameters. Several units may have it in
-// common.
+// Returns the HeldBackwards of a unit's reducer, which the unsharded parameters name. Several units
+// may have it in common.
 std::shared_ptr<HeldBackwards> UnitHold::reducer() const {
   if (group_->leaves().empty()) return nullptr;
   std::shared_ptr<HeldBackwards> found = held_backwards_of(group_->leaves().front());

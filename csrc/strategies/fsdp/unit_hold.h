@@ -1,8 +1,8 @@
 #pragma once
 
 #include <trireme/common/export.h>
-#include <trireme/sync/held_backwards.h>
 #include <trireme/param/param_group.h>
+#include <trireme/sync/held_backwards.h>
 
 #include <memory>
 #include <optional>
@@ -12,8 +12,8 @@
 namespace trireme {
 
 // Holds back the backwards of a unit. Its reducer is made in the first forward, which is too late
-// to be told of a pipeline's first backwards: so it is the unit's flags that say when to
-// synchronize. The reducer is told of the last backward, which comes behind forwards.
+// for a pipeline's first backwards: so the unit's flags say when to synchronize. The reducer is
+// told of the last backward, which comes behind forwards.
 class TRIREME_API UnitHold final : public HeldBackwards {
  public:
   explicit UnitHold(std::shared_ptr<ParamGroup> group) : group_(std::move(group)) {}

@@ -13,7 +13,7 @@
 namespace trireme {
 namespace {
 
-// Finds out who shares the parameters, and who has the same shards.
+// Finds the ranks that share the parameters, and those that have the same shards.
 UnitRanks sharing_of(const FsdpOptions& options) {
   Communicator& all = *options.communicator;
   const int64_t among = options.shard_among;

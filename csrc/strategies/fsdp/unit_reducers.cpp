@@ -12,7 +12,7 @@
 namespace trireme {
 namespace {
 
-// Says which rank gets which elements of a gradient, as it lies in memory.
+// Returns which rank gets which elements of a gradient, as it lies in memory.
 ShardPlan plan_of(const std::vector<ParameterInfo>& stored, int64_t world) {
   ShardPlan plan = make_shard_plan({stored, world, ShardPlacement::kDim0});
   for (size_t i = 0; i < stored.size(); ++i)  // every rank steps its own
@@ -130,7 +130,7 @@ void UnitReducers::Part::read_hooks() {
   has_hooks = has_any;
 }
 
-// Returns a hook that tells of what it throws.
+// Returns a hook that reports what `hook` throws.
 AllReduceHook UnitReducers::Part::telling(AllReduceHook hook) const {
   return [hook = std::move(hook), tell = tell_hook_error](at::Tensor& gradients) {
     try {

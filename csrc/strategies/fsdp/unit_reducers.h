@@ -24,7 +24,7 @@ namespace trireme {
 // that come to units in different orders, or leave some out, do not wait for each other crosswise,
 // since
 //
-//   gathers    have one order, about which all ranks agree, whoever gathers (param/prefetch.h)
+//   gathers    have one order, about which all ranks agree, whichever gather (param/prefetch.h)
 //   gates      are passed in one order, all of them before forward and before the optimizer
 //   gradients  go out in one order: those of the first reducer while backward runs, those of the
 //              others, unless they stream through shared memory, when it is over. Only in the first
@@ -55,13 +55,13 @@ class TRIREME_API UnitReducers {
 
   void before_forward();
   void after_forward(const std::vector<at::Tensor>& outputs, bool all_found);
-  // Says whether backwards average at all, whatever the flags of units say.
+  // Sets whether backwards average at all, whatever the flags of units say.
   void set_synchronize(bool synchronize);
-  // Says whether the flags of any unit ask backwards to average.
+  // Returns whether the flags of any unit ask backwards to average.
   bool synchronizes() const { return any_synchronizes(*groups_); }
   void shadow_backward();
   void reduce_accumulated();
-  // Says whether parameters are trained and none got a gradient since they were reduced.
+  // Returns whether parameters are trained and none got a gradient since they were reduced.
   bool lack_gradients() const;
   void announce_failure(const std::string& text) noexcept;  // to all ranks of all of them
   void drop_accumulated();
@@ -74,8 +74,8 @@ class TRIREME_API UnitReducers {
   void set_memory_source(const BufferPool::Source& source);
   // The callback is called with indices into `names`.
   void set_delivered_callback(const GradReducer::DeliveredCallback& callback);
-  // `groups` is asked before each backward that synchronizes: which groups this rank has not used,
-  // so that it will bring no gradients of them. It may say fewer, or nothing.
+  // `groups` is called before each backward that synchronizes: it returns which groups this rank
+  // has not used, and so will bring no gradients of. It may return fewer, or nothing.
   void ask_for_unused(const std::function<std::vector<bool>()>& groups);
   // The callback is called with what an all-reduce hook has thrown, before that leaves backward.
   void tell_hook_errors(std::function<void(const std::string& what)> callback);
@@ -83,14 +83,15 @@ class TRIREME_API UnitReducers {
   void compare_numbers(const NumberComparison& comparison) {
     for (const auto& part : parts_) part->reducer->compare_numbers(comparison);
   }
-  // Reports on all reducers together: bytes, buckets and times of communication are sums.
+  // Returns the report of all reducers together: bytes, buckets and times of communication are
+  // sums.
   StepReport last_step() const;
 
  private:
   using Groups = std::vector<std::shared_ptr<ParamGroup>>;
   static bool any_synchronizes(const Groups& groups);
 
-  // One reducer, and what it has of all.
+  // One reducer, with its part of the groups and parameters.
   struct Part {
     std::vector<size_t> groups;  // their places among all
     std::shared_ptr<const Groups> all;

@@ -10,7 +10,7 @@
 
 namespace trireme {
 
-// Says what a rank does with one stage. The texts are torch's; R is ours.
+// The kind of action of a rank on one stage. The texts are torch's; R is ours.
 enum class ActionKind : uint8_t {
   kBubble,            // "": an empty cell of a table, in which its rank is idle
   kForward,           // F
@@ -20,19 +20,19 @@ enum class ActionKind : uint8_t {
   kRecompute,         // R: the forward once more, for the backward that follows
   kOverlap,           // OVERLAP_F_B: several of the above, begun together
   kSendForward,       // SEND_F: outputs, to the next stage
-  kRecvForward,       // RECV_F: posts the receive; who uses it waits for it
+  kRecvForward,       // RECV_F: posts the receive; F, which uses the message, waits for it
   kSendBackward,      // SEND_B: gradients of the inputs, to the stage before
   kRecvBackward,      // RECV_B
   kWaitSendForward,   // WAIT_SEND_F: until the peer has posted its receive
   kWaitSendBackward,  // WAIT_SEND_B
-  kUnshard,           // UNSHARD: all parameters of a stage come
-  kReshard,           // RESHARD: they go
+  kUnshard,           // UNSHARD: gathers all parameters of a stage
+  kReshard,           // RESHARD: frees them
   kReduceGrad,        // REDUCE_GRAD: begins to average the gradients of a stage over its replicas
   kWaitReduceGrad,    // WAIT_REDUCE_GRAD
 };
 inline constexpr size_t kActionKinds = 17;
 
-// Is one cell of a table. It is a value.
+// One cell of a table, a plain value.
 struct PipelineAction {
   int32_t stage = -1;  // -1: an overlap, or a bubble
   ActionKind kind = ActionKind::kBubble;
@@ -42,7 +42,7 @@ struct PipelineAction {
   TRIREME_API bool operator==(const PipelineAction& other) const;
 };
 
-// Says where a table has what is read: row and column from 1 on, or 0 where it is not in a table.
+// The place of a cell in a table: row and column from 1 on; 0 outside of a table.
 struct TableCell {
   size_t row = 0;
   size_t column = 0;
@@ -55,16 +55,16 @@ TRIREME_API std::string to_string(const PipelineAction& action);
 TRIREME_API PipelineAction parse_action(std::string_view text, TableCell cell = {});
 
 TRIREME_API std::string_view kind_text(ActionKind kind);
-// Returns "the forward of micro-batch 2 of stage 1", of one that computes: for messages.
+// Returns "the forward of micro-batch 2 of stage 1" for a computing action, for messages.
 TRIREME_API std::string in_words(const PipelineAction& action);
-// Tells whether it is counted by micro-batches.
+// Returns whether actions of this kind belong to a micro-batch.
 TRIREME_API bool has_micro_batch(ActionKind kind);
-// Tells whether it computes: F, B, I, W, R and overlaps of them.
+// Returns whether this kind computes: F, B, I, W, R and overlaps of them.
 TRIREME_API bool is_compute(ActionKind kind);
-// Tells whether it sends, receives or waits for a send.
+// Returns whether this kind sends, receives or waits for a send.
 TRIREME_API bool is_message(ActionKind kind);
 
-// Visits what an overlap runs, one after the other, or the action itself.
+// Visits the parts of an overlap, one after the other, or the action itself.
 template <typename Visit>
 void for_each_part(const PipelineAction& action, Visit visit) {
   if (action.kind != ActionKind::kOverlap) {

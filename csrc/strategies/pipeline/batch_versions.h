@@ -17,15 +17,15 @@ namespace trireme {
 // Autograd finds by a tensor's version that it was changed in place after it had been saved. Views
 // share the version of what they are views of: so a layer that works in place on one micro-batch
 // would spoil all others, which it does not touch. Each micro-batch has a version of its own, one
-// for all that lies in one memory. Batch and micro-batches hear of each other's changes between
-// calls: what somebody has saved of a batch is found to be changed by a layer, and what a graph
-// keeps of a micro-batch by whoever changes the batch before the backward.
+// for all that lies in one memory. Batch and micro-batches learn of each other's changes between
+// calls: autograd then finds a batch that was saved and that a layer has changed, and a micro-batch
+// that a graph keeps and that the caller has changed through the batch before the backward.
 
 // The versions of the micro-batches of a batch. One thread at a time.
 class TRIREME_API BatchVersions {
  public:
-  // Returns the memory of a piece, without a graph, with the version of that micro-batch. Inference
-  // tensors and subclasses come back as they are.
+  // Returns a tensor over the memory of a piece, without a graph, with the version of that
+  // micro-batch. Inference tensors and subclasses come back as they are.
   at::Tensor apart(const at::Tensor& piece, int64_t micro_batch);
   // Tells the batch that layers have changed micro-batches.
   void tell_batch();

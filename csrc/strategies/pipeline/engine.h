@@ -1,13 +1,13 @@
 #pragma once
 
 #include <trireme/comm/tensor_channel.h>
-#include <trireme/sync/held_backwards.h>
 #include <trireme/module/module_parameters.h>
 #include <trireme/strategies/pipeline/gradients/tied_parameters.h>
 #include <trireme/strategies/pipeline/schedule.h>
 #include <trireme/strategies/pipeline/skip.h>
 #include <trireme/strategies/pipeline/stage_function.h>
 #include <trireme/strategies/pipeline/stage_loss.h>
+#include <trireme/sync/held_backwards.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -24,42 +24,42 @@ namespace trireme {
 class LeafEdges;          // threads/leaf_edges.h
 class UnlistedGradients;  // gradients/unlisted_gradients.h
 
-// Is a stage that this rank holds.
+// A stage that this rank holds.
 struct PipelineStageRequest {
   int64_t stage = 0;
-  std::string name = {};  // tells its layers in messages: "layers 4..7"
+  std::string name = {};  // its layers, for messages: "layers 4..7"
   std::shared_ptr<StageFunction> function = nullptr;
-  // .grad of these is scaled. Those of `strategies` are not among them.
+  // The parameters whose .grad is scaled, without those of `strategies`.
   NamedParameters parameters = {};
   std::vector<std::pair<std::string, at::Tensor>> buffers = {};
-  // Are strategies around layers of the stage, beside those that held_backwards_of() finds.
+  // Strategies around layers of the stage, beside those that held_backwards_of() finds.
   std::vector<std::shared_ptr<HeldBackwards>> strategies = {};
-  // Says that a backward of the stage hands gradients to somebody else than .grad
+  // Whether a backward of the stage hands gradients to another place than .grad
   // (module/sends_gradients.h), so that nothing divides them afterwards.
   bool sends_gradients = false;
-  // Says where gradients come to in place of parameters; null for these themselves.
+  // The leaves that take gradients in place of parameters; null for the parameters themselves.
   std::shared_ptr<const LeafEdges> leaves = nullptr;
 };
 
 struct PipelineEngineOptions {
   bool scale_grads = true;  // .grad and the loss are means over micro-batches; else sums
-  // Says what stages stash for others, and pop; those that one stage pops, in the order of pops.
+  // The tensors that stages stash and pop; those that one stage pops, in the order of pops.
   std::vector<PipelineSkip> skips = {};
-  // Says which parameters stages of several ranks have: their copies are kept equal.
+  // The parameters that stages of several ranks share: their copies are kept equal.
   std::vector<TiedParameter> tied = {};
-  // Has the ranks that hold the same stages in all copies of the pipeline; null for one copy.
+  // The ranks that hold the same stages in all copies of the pipeline; null for one copy.
   std::shared_ptr<Communicator> copies = nullptr;
-  // Says that rows are threads of one process: exceptions of stages come out as they were thrown,
-  // and strategies are not led.
+  // Whether rows are threads of one process: exceptions of stages then come out as they were
+  // thrown, and the row leaves strategies alone.
   bool on_threads = false;
-  // Says whether gradients that come to no parameter of a stage are means, too; torch's schedules
+  // Whether gradients of leaves that are no parameters of a stage are means, too; torch's schedules
   // leave them sums.
   bool scale_unlisted = true;
-  // Has what rows on threads find together; null for what a row finds by itself.
+  // The gradients of such leaves, shared by all rows on threads; null if the row has its own.
   std::shared_ptr<UnlistedGradients> unlisted = nullptr;
 };
 
-// Tells what a stage did in a step. Times are in milliseconds.
+// A stage's work in one step. Times are in milliseconds.
 struct StageReport {
   int64_t stage = 0;
   double forward_ms = 0;
@@ -67,30 +67,30 @@ struct StageReport {
   double input_ms = 0;      // I
   double weight_ms = 0;     // W
   double recompute_ms = 0;  // R
-  // Has each edge, "from stage 1" or "to stage 3", and "skips" for all that is stashed and popped.
+  // Waits by edge, "from stage 1" or "to stage 3", and "skips" for all that is stashed and popped.
   std::map<std::string, double> waiting_ms = {};
   int64_t messages = 0;  // sent
   int64_t bytes = 0;     // sent
-  // Counts micro-batches of which all was kept: from F, or R, to B or W.
+  // The most micro-batches of which everything was kept at once: from F, or R, to B or W.
   int64_t peak_live = 0;
-  int64_t peak_live_bytes = 0;  // what the stage received and, of those, returned
+  int64_t peak_live_bytes = 0;  // bytes of the inputs kept, and of the outputs of those
 };
 
 struct PipelineReport {
   int64_t step = 0;
   double step_ms = 0;
   double bubble = 0;  // share of the step in which this rank computed nothing
-  // Tells the bubble of the schedule where all stages take as long as those of this rank did.
+  // The bubble of the schedule if all stages take as long as those of this rank did.
   double computed_bubble = 0;
   std::vector<StageReport> stages = {};
 };
 
 // [Note: passes]
 //
-// A pass is a forward whose loss is not the pipeline's: somebody else's graph begins at the
-// outputs. A row runs its forwards, and what its stages keep lives on outside of it, so that other
+// A pass is a forward whose loss the caller computes: the caller's graph begins at the outputs. A
+// row runs its forwards, and what its stages keep (KeptRow) lives on outside of it, so that other
 // passes and steps may come before the backward, which runs the other actions. Parts of the loss
-// that layers have go to who has the loss, and their gradients come from there.
+// that layers add go to the caller, and their gradients come from there.
 
 struct KeptRow;  // engine/row.h
 
@@ -99,7 +99,7 @@ struct PassOptions {
   bool takes_losses = false;  // else pipeline_loss() refuses parts of the loss
 };
 
-// Is a part of the loss: a value without a graph, which requires a gradient if it had one.
+// A part of the loss: a value without a graph, which requires a gradient if the layer's value did.
 struct PassLoss {
   int64_t stage = 0;
   int64_t micro_batch = 0;
@@ -108,14 +108,14 @@ struct PassLoss {
 
 struct PassOutputs {
   std::vector<PipelineValue> outputs = {};  // one per micro-batch, of the last stage's row
-  std::vector<PassLoss> losses = {};        // what layers of the row had, in its order
+  std::vector<PassLoss> losses = {};        // parts that layers of the row added, in its order
   std::shared_ptr<KeptRow> kept = nullptr;  // if gradients are recorded
 };
 
 struct PassBackward {
-  // Has for each micro-batch gradients of what the last stage returned; undefined where none came.
+  // Gradients of the last stage's outputs, per micro-batch; undefined if absent.
   std::vector<std::vector<at::Tensor>> gradients = {};
-  // Has for a stage and a micro-batch those of its parts of the loss.
+  // Gradients of the parts of the loss, by stage and micro-batch.
   std::map<std::pair<int64_t, int64_t>, std::vector<at::Tensor>> of_losses = {};
   bool keep_graph = false;
 };
@@ -133,13 +133,12 @@ class TRIREME_API PipelineRunner {
 
   struct StepMode {
     bool synchronizes = true;  // false in steps that only accumulate
-    // Says whether any rank divides_losses(), or the caller asks for it; where callers do not know,
-    // ranks ask each other: one more all-reduce of a number.
+    // Whether any rank divides_losses(), or its caller asks for it. If callers do not know, ranks
+    // ask each other: one more all-reduce of a number.
     std::optional<bool> divides_losses = {};
-    bool asks_to_divide_losses =
-        false;  // this rank's caller does, where he does not know of others
-    // Multiplies gradients, as that of a GradScaler, and not the loss that is returned. Equal on
-    // all ranks.
+    bool asks_to_divide_losses = false;  // whether this rank's caller asks for it, if unset
+    // A factor on gradients, as that of a GradScaler, and not on the loss that is returned. Equal
+    // on all ranks.
     double loss_scale = 1;
   };
   // Trains: forwards and backwards of all micro-batches. `inputs` are those of the first stage, one
@@ -148,8 +147,8 @@ class TRIREME_API PipelineRunner {
   // its ranks. Gradients are added to .grad, and averaged over copies, with what .grad held before,
   // if the step `synchronizes`. Collective.
   //
-  // Throws what went wrong, on all ranks: their texts name stage, rank and action. .grad is then
-  // what it was before, but for parameters that a strategy averages, and the next step works,
+  // Throws on all ranks what went wrong on one: the texts name stage, rank and action. .grad is
+  // then what it was before, but for parameters that a strategy averages, and the next step works,
   // unless the group must be rebuilt.
   virtual at::Tensor step(std::vector<PipelineValue> inputs, const StepMode& mode) = 0;
   at::Tensor step(std::vector<PipelineValue> inputs) { return step(std::move(inputs), StepMode()); }
@@ -162,11 +161,11 @@ class TRIREME_API PipelineRunner {
   };
   virtual Evaluation eval_step(std::vector<PipelineValue> inputs, bool has_loss) = 0;
 
-  // Says whether a strategy averages gradients of stages of this rank: DistributedDataParallel,
+  // Returns whether a strategy averages gradients of stages of this rank: DistributedDataParallel,
   // ZeRO 2 or fully_shard.
   virtual bool has_strategies() const = 0;
-  // Says whether losses are to be divided by the number of micro-batches in place of gradients: it
-  // has_strategies(), or a backward of a stage of this rank sends gradients away.
+  // Returns whether losses are to be divided by the number of micro-batches in place of gradients:
+  // if it has_strategies(), or a backward of a stage of this rank sends gradients away.
   virtual bool divides_losses() const = 0;
   // Throws ValueError where a call would wait for itself, or for threads that are not there.
   virtual void expect_call() const {}
@@ -175,7 +174,7 @@ class TRIREME_API PipelineRunner {
   virtual std::vector<at::Tensor> later_copies() const = 0;
 
   virtual const PipelineSchedule& schedule() const = 0;
-  // Says where the exception came from that ended the last step, if that was a stage of this rank:
+  // Returns where the exception that ended the last step came from, if from a stage of this rank:
   // "the forward of micro-batch 3 of stage 1 (layers 4..7)"; empty otherwise.
   virtual const std::string& raised_in() const = 0;
   // Returns what this rank did in the last step that ended well. Costs one simulation of the
@@ -187,9 +186,9 @@ class TRIREME_API PipelineRunner {
 //
 // The thread that calls step() runs the actions of its row one after the other. Messages follow
 // from what computes: a forward waits for its input and sends its outputs as soon as it has them, a
-// backward does so with gradients. Where a table says when messages are sent and received, nothing
-// else comes of it: check_schedule() has seen that this order never ends in a circle, and sending
-// earlier closes none. UNSHARD, RESHARD and REDUCE_GRAD have nothing to do here.
+// backward does so with gradients. A table's own sends and receives change nothing of this:
+// check_schedule() has seen that their order never ends in a circle, and sending earlier closes
+// none. UNSHARD, RESHARD and REDUCE_GRAD have no effect here.
 //
 // A stage's gradients are complete with its last B or W. Copies of the pipeline average them then
 // (replicas.h); so do strategies that its layers are wrapped in, which hold back until then
@@ -234,8 +233,8 @@ class TRIREME_API PipelineEngine final : public PipelineRunner {
   PassOutputs forward_pass(std::vector<PipelineValue> inputs, const PassOptions& options);
   void backward_pass(KeptRow& kept, const PassBackward& backward);
 
-  // Says what the parameters of a stage, and the strategies around its layers, are from the next
-  // step on. Throws ValueError where a tied one is missing.
+  // Replaces the parameters of a stage, and the strategies around its layers, from the next step
+  // on. Throws ValueError where a tied parameter is missing.
   void set_parameters(int64_t stage, NamedParameters parameters,
                       std::vector<std::shared_ptr<HeldBackwards>> strategies = {});
 

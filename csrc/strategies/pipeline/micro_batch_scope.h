@@ -10,14 +10,14 @@
 namespace trireme {
 
 // Return this micro-batch's piece of an input, or of the target, that step() or eval_step() was
-// given: the forwards of all stages may ask, and the loss. The target is undefined in an
-// eval_step() without one. Throw ValueError elsewhere, also where a backward computes a forward
-// again, and for an input that there is not.
+// given, in forwards of all stages and in the loss. The target is undefined in an eval_step()
+// without one. Throw ValueError elsewhere, also where a checkpoint inside a layer repeats its
+// forward in a backward, and for an input that does not exist.
 TRIREME_API at::Tensor batch_input(size_t number = 0);
 TRIREME_API at::Tensor batch_target();
 
-// Lets batch_input() and batch_target() of this thread see a micro-batch while it lives. The batch
-// outlives it.
+// Lets batch_input() and batch_target() of this thread see a micro-batch while the scope lives. The
+// batch outlives it.
 class TRIREME_API MicroBatchScope {
  public:
   MicroBatchScope(const MicroBatches& batch, int64_t micro_batch);

@@ -13,7 +13,7 @@
 
 namespace trireme {
 
-// Is a batch that every rank gives whole: one input or more. The target may be undefined.
+// A batch that every rank gives whole: one input or more. The target may be undefined.
 struct BatchRequest {
   const std::vector<at::Tensor>& inputs;
   const at::Tensor& target;
@@ -21,21 +21,21 @@ struct BatchRequest {
   int64_t chunks = 1;
 };
 
-// Holds its micro-batches: views of it.
+// The micro-batches of a batch: views of it.
 struct MicroBatches {
   std::vector<PipelineValue> inputs;  // each has a piece of every input
   std::vector<at::Tensor> targets;    // none without a target
   std::shared_ptr<BatchVersions> versions = nullptr;
-  bool has_graph = false;  // behind it, where nobody divides gradients after a step
+  bool has_graph = false;  // a tensor of the batch has a grad_fn: a step cannot divide its gradient
 
-  // Says that layers may have changed micro-batches in place.
+  // Tells the batch that layers may have changed micro-batches in place.
   void tell_batch() const {
     if (versions) versions->tell_batch();
   }
 };
 
 // Cuts a batch into `chunks` pieces as even as can be, the first ones larger. Collective: ranks
-// compare how many rows they have, in one small collective. Throws ValueError, on all ranks alike,
+// compare how many rows they have, in two small gathers. Throws ValueError, on all ranks alike,
 // where they differ, and for fewer rows than pieces.
 TRIREME_API MicroBatches cut_batch(const BatchRequest& batch, Communicator& communicator);
 

@@ -12,7 +12,7 @@
 namespace trireme {
 namespace {
 
-// Answers which layers fit into one part, from sums of all layers in front of each.
+// Finds the layers that fit into one part, from sums of all layers in front of each.
 class LayerSums {
  public:
   explicit LayerSums(const PartitionRequest& request)

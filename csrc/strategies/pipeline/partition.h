@@ -25,8 +25,8 @@ struct PartitionRequest {
 // Where several cuts are as good, each part in turn takes as nearly an even share of the layers
 // that are left as they allow. Costs about 64 passes over the parts, and one over the layers.
 //
-// Throws ValueError for fewer layers than parts, for costs or bytes that are none, and where no cut
-// keeps to the limit; its text says which layer is too large, or how many parts there must be.
+// Throws ValueError for fewer layers than parts, for invalid costs or bytes, and where no cut keeps
+// to the limit; its text says which layer is too large, or how many parts there must be.
 TRIREME_API std::vector<int64_t> partition(const PartitionRequest& request);
 
 }  // namespace trireme

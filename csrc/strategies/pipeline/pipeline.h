@@ -2,11 +2,10 @@
 
 #include <trireme/activation/checkpoint_frame.h>
 #include <trireme/comm/launch/launch.h>
-#include <trireme/optim/grad_norm.h>
-#include <trireme/sync/no_sync.h>
-#include <trireme/strategies/pipeline/deferred_batch_norm.h>
 #include <trireme/module/sends_gradients.h>
+#include <trireme/optim/grad_norm.h>
 #include <trireme/saving/held_parts.h>
+#include <trireme/strategies/pipeline/deferred_batch_norm.h>
 #include <trireme/strategies/pipeline/engine.h>
 #include <trireme/strategies/pipeline/micro_batch_scope.h>
 #include <trireme/strategies/pipeline/partition.h>
@@ -14,6 +13,7 @@
 #include <trireme/strategies/pipeline/schedule_recomputation.h>
 #include <trireme/strategies/pipeline/threads/call_turn.h>
 #include <trireme/strategies/pipeline/threads/row_threads.h>
+#include <trireme/sync/no_sync.h>
 
 #include <c10/core/Device.h>
 #include <torch/nn/modules/container/sequential.h>
@@ -31,30 +31,31 @@
 namespace trireme {
 
 struct PipelineOptions {
-  // Says whether stages lie on ranks. If not, all are in this process, which needs no Context: rows
-  // of the schedule run on `threads` threads (threads/row_threads.h); 0: as many as `devices`, as
+  // Whether stages lie on ranks. If not, all are in this process, which needs no Context: rows of
+  // the schedule run on `threads` threads (threads/row_threads.h); 0: as many as `devices`, as
   // `balance` has stages, or, without these, as ATen has threads, and at most one per layer.
   bool ranks = true;
   int64_t threads = 0;
-  // Has the device of each of these threads, to which the layers of its stages are moved; the CPU
-  // for all where it is empty. The batch is moved to the first one, targets to that of the last
-  // stage.
+  // The device of each of these threads, to which the layers of its stages are moved. If empty,
+  // each thread has that of its first parameter (devices_of_rows()). The batch is moved to the
+  // first one, targets to that of the last stage.
   std::vector<c10::Device> devices = {};
   int64_t chunks = 1;                 // micro-batches of a step
   std::vector<int64_t> balance = {};  // layers per stage; as even as can be if empty
   std::string schedule = "gpipe";     // a name (schedule_forms.h), or a table with a line per rank
   std::optional<int64_t> stages_per_rank = {};
-  int64_t dim = 0;  // along which batches are cut, as torch::chunk cuts, into `chunks` pieces
+  int64_t dim = 0;  // along which batches are cut, as by torch::tensor_split, into `chunks` pieces
   bool scale_grads = true;
-  // Says how many pipelines there are: each of them has as many consecutive ranks, and trains on
-  // batches of its own. Gradients are averaged over them (replicas.h).
+  // The number of pipelines: each has as many consecutive ranks, and trains on batches of its own.
+  // Gradients are averaged over them (replicas.h).
   int64_t copies = 1;
-  // Says which layer stash()es a name, and which one pop()s it: `from` and `to` count layers.
+  // The names that layers stash() and pop(): `from` and `to` count layers.
   std::vector<PipelineSkip> skips = {};
-  // Says which micro-batches are recomputed: "never", "except_last", "always", "auto"
+  // The micro-batches that are recomputed: "never", "except_last", "always", "auto"
   // (schedule_recomputation.h).
   std::string checkpoint = "never";
-  // Makes running statistics of BatchNorm those of whole batches (strategies/pipeline/deferred_batch_norm.h).
+  // Whether running statistics of BatchNorm are those of whole batches
+  // (strategies/pipeline/deferred_batch_norm.h).
   bool deferred_batch_norm = false;
 };
 
@@ -63,11 +64,11 @@ using PipelineLoss = std::function<at::Tensor(const at::Tensor& output, const at
 
 // Makes the schedule that options ask for. Throws ValueError.
 TRIREME_API PipelineSchedule schedule_of(const PipelineOptions& options, int64_t ranks);
-// Says who a rank of several pipelines talks to.
+// The communicators of a rank of several pipelines.
 struct PipelineRanks {
-  std::shared_ptr<Communicator> communicator;  // has its pipeline
+  std::shared_ptr<Communicator> communicator;  // the ranks of its pipeline
   std::shared_ptr<Communicator> copies =
-      nullptr;  // has who holds the same stages; null for one copy
+      nullptr;  // the ranks with the same stages; null for one copy
 };
 // Cuts ranks into as many pipelines as there are copies. Without ranks there is one, whose
 // communicator has no other rank. Collective. Throws ValueError where ranks are left over.
@@ -80,14 +81,14 @@ TRIREME_API int64_t rows_of(const PipelineOptions& options, const PipelineRanks&
 // Returns the device of each stage; none where options name none.
 TRIREME_API std::vector<c10::Device> devices_of_stages(const PipelineOptions& options,
                                                        const PipelineSchedule& schedule);
-// Makes what runs the rows: on ranks those of this rank, which `stages` are. Collective.
+// Makes the runner of the rows; on ranks, `stages` are those of this rank's row. Collective.
 TRIREME_API std::unique_ptr<PipelineRunner> make_runner(const PipelineOptions& options,
                                                         const PipelineRanks& ranks,
                                                         PipelineSchedule schedule,
                                                         std::vector<PipelineStageRequest> stages,
                                                         PipelineEngineOptions engine_options);
 
-// Asks for a pass over a whole batch.
+// A pass over a whole batch.
 struct PassRequest {
   const at::Tensor& input;
   int64_t dim = 0;
@@ -97,13 +98,13 @@ struct PassRequest {
   DeferredBatchNorms& batch_norms;
   CallTurn& turn;  // taken here; backwards take it again
 };
-// Runs it; see PipelineImpl::forward(). `batch` is what forwards of stages may ask for, now and in
-// recomputations.
+// Runs the pass; see PipelineImpl::forward(). Sets `batch` to what forwards of stages may ask for,
+// now and in recomputations.
 TRIREME_API at::Tensor run_pass(RowThreads* threads, const PassRequest& request,
                                 MicroBatches& batch);
 
-// Returns the layers in front of each stage, and at the end their number. Throws ValueError where
-// `balance` does not add up to `layers`.
+// Returns the number of layers in front of each stage, and at the end that of all. Throws
+// ValueError where `balance` does not add up to `layers`.
 TRIREME_API std::vector<int64_t> stage_bounds(const PipelineOptions& options, int64_t layers,
                                               int64_t stages);
 
@@ -112,18 +113,18 @@ TRIREME_API std::vector<int64_t> stage_bounds(const PipelineOptions& options, in
 TRIREME_API std::vector<PipelineSkip> skips_of_stages(std::vector<PipelineSkip> skips,
                                                       const std::vector<int64_t>& bounds);
 
-// Throws ValueError for layers that meet ranks with other stages, or, in one process, any others
-// (SyncBatchNorm).
+// Throws ValueError for layers that communicate with ranks that have other stages, or, in one
+// process, with any others (SyncBatchNorm).
 TRIREME_API void refuse_meetings_in_stages(const torch::nn::Module& layers,
                                            const PipelineOptions& options);
 
-// Finds what hangs in several places of a module: returns of each but the first the name, and that
-// of the first.
+// Finds parameters and buffers that a module has under several names: returns each name but the
+// first, with the first.
 TRIREME_API std::unordered_map<std::string, std::string> names_in_whole(
     const torch::nn::Module& module);
 
-// Returns the gradients of this rank's parameters, of which the other ranks have others. One that
-// is named twice counts once, and other ranks count those that are copies of theirs.
+// Returns the gradients of this rank's parameters, as its part of the norm over all stages. A
+// parameter with two names counts once, and `copies` count on the ranks that have them first.
 TRIREME_API GradNormPart gradients_of_stages(const std::vector<at::Tensor>& parameters,
                                              const std::vector<at::Tensor>& copies,
                                              std::shared_ptr<Communicator> communicator);
@@ -238,8 +239,9 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
     return outputs.empty() ? at::Tensor() : at::cat(outputs, dim_);
   }
 
-  // Scales the gradients of all ranks' layers to a common norm of at most `max_norm`; returns what
-  // it was, the same on all ranks. See optim/grad_norm.h. Collective: one all-reduce of one number.
+  // Scales the gradients of all ranks' layers to a common norm of at most `max_norm`; returns the
+  // norm before, the same on all ranks. See optim/grad_norm.h. Collective: one all-reduce of one
+  // number.
   at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0,
                              bool error_if_nonfinite = false) {
     return trireme::clip_grad_norm_(gradients(), {max_norm, norm_type, error_if_nonfinite});
@@ -331,11 +333,11 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
   int64_t chunks_;
   Recomputation checkpoint_;
   bool synchronizes_ = true;
-  std::vector<c10::Device> devices_;   // has those of stages, where options name some
+  std::vector<c10::Device> devices_;   // one per stage; empty if options name none
   std::shared_ptr<Communicator> all_;  // the ranks of all copies
   std::shared_ptr<Communicator> communicator_;
   std::unordered_map<std::string, std::string> names_in_whole_;
-  std::unique_ptr<CallTurn> turn_;  // who has batch_, loss_ and batch_norms_
+  std::unique_ptr<CallTurn> turn_;  // held by the call that uses batch_, loss_ and batch_norms_
   MicroBatches batch_;
   const PipelineLoss* loss_ = nullptr;
   DeferredBatchNorms batch_norms_;

@@ -52,7 +52,7 @@ PipelineSchedule schedule_for(const std::vector<PipelineStage>& stages, Pipeline
   return schedule;
 }
 
-// Throws on all ranks what one of them has to say.
+// Throws on all ranks what one of them threw.
 void refuse_together(const std::optional<RankFailure>& failed, RankOf where) {
   if (!failed) return;
   if (failed->own) std::rethrow_exception(failed->own);

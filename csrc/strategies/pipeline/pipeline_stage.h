@@ -17,12 +17,12 @@ namespace trireme {
 struct PipelineStageOptions {
   int64_t stage = 0;      // counts from 0
   int64_t stages = 1;     // how many the whole pipeline has
-  std::string name = {};  // tells it in messages; the module's class if empty
+  std::string name = {};  // for messages; the module's class if empty
 };
 
-// Is one stage of a pipeline: a module of any class that has a forward, by holder or shared_ptr.
-// The forward takes tensors, or a tuple or a vector of tensors, and returns one tensor, or a tuple
-// or a vector of them: what the stage before returns it is called with.
+// One stage of a pipeline: a module of any class that has a forward, by holder or shared_ptr. The
+// forward takes tensors, or a tuple or a vector of tensors, and returns one tensor, or a tuple or a
+// vector of them. It is called with what the stage before returns.
 class PipelineStage {
  public:
   template <typename Module>
@@ -39,7 +39,7 @@ class PipelineStage {
   PipelineStageOptions options_;
 };
 
-// Is a tensor, or several.
+// One tensor, or several.
 class PipelineTensors {
  public:
   PipelineTensors(at::Tensor tensor) : tensors_{std::move(tensor)} {}  // NOLINT: converts
@@ -67,8 +67,8 @@ class TRIREME_API StagePipelineImpl : public torch::nn::Module {
                           options) {}
 
   // Trains on a batch, as Pipeline::step() does: every rank gives all of it. Where there are
-  // several inputs, the first stage's forward takes all of them, and those of others may ask for
-  // them (micro_batch_scope.h). Collective.
+  // several inputs, the first stage's forward takes all of them, and forwards of other stages may
+  // ask for them (micro_batch_scope.h). Collective.
   at::Tensor step(const PipelineTensors& inputs, const at::Tensor& target, const Loss& loss);
   at::Tensor step(const PipelineTensors& inputs, const at::Tensor& target,
                   const PipelineLoss& loss) {
@@ -85,7 +85,7 @@ class TRIREME_API StagePipelineImpl : public torch::nn::Module {
   // elsewhere. Collective.
   std::vector<at::Tensor> eval_step(const PipelineTensors& inputs);
 
-  // Do what those of Pipeline do.
+  // Do the same as these functions of Pipeline.
   at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0,
                              bool error_if_nonfinite = false) {
     return trireme::clip_grad_norm_(gradients(), {max_norm, norm_type, error_if_nonfinite});
@@ -110,15 +110,15 @@ class TRIREME_API StagePipelineImpl : public torch::nn::Module {
   int64_t chunks_;
   bool synchronizes_ = true;
   std::shared_ptr<Communicator> communicator_;
-  std::unique_ptr<CallTurn> turn_;  // who has batch_, loss_ and batch_norms_
+  std::unique_ptr<CallTurn> turn_;  // held by the call that uses batch_, loss_ and batch_norms_
   MicroBatches batch_;
   const Loss* loss_ = nullptr;
   DeferredBatchNorms batch_norms_;
   std::unique_ptr<PipelineRunner> runner_;
 };
 
-// Is a pipeline of which each rank makes its own stages only, where no rank could hold the module
-// that Pipeline cuts:
+// A pipeline of which each rank makes its own stages only, where no rank could hold the module that
+// Pipeline cuts:
 //
 //   Context ctx = trireme::init();
 //   trireme::PipelineStage stage(MyBlocks(...), {.stage = ctx.rank(), .stages = ctx.world()});

@@ -11,12 +11,13 @@
 
 namespace trireme {
 
-// Is where the graph of a stage begins: it keeps the gradients of what the stage has received. The
-// tensors in front of it are no leaves, so that a first layer may work in place on them.
+// The node at which the graph of a stage begins: it keeps the gradients of what the stage has
+// received. The tensors in front of it are no leaves, so that a first layer may work in place on
+// them.
 class TRIREME_API ReceivedNode final : public torch::autograd::Node {
  public:
   // Puts a node behind those of `tensors` whose `needs_gradient` is set. None of them has a graph
-  // or requires a gradient yet. Null where none needs one.
+  // or requires a gradient yet. Returns null if none needs one.
   static NodePtr put_behind(const std::vector<at::Tensor>& tensors,
                             const std::vector<bool>& needs_gradient);
 

@@ -5,7 +5,7 @@
 
 namespace trireme {
 
-// Throws ValueError in the form of all messages, for what a caller said of a pipeline.
+// Throws ValueError in the form of all messages, for a caller's arguments about a pipeline.
 [[noreturn]] void refuse_pipeline(const std::string& got, std::string_view next_step);
 
 }  // namespace trireme

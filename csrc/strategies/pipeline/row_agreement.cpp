@@ -25,7 +25,7 @@ std::string complaint(const PipelineSchedule& schedule,
   return {};
 }
 
-// Returns what all ranks of a pipeline have alike, in one line.
+// Describes what must be equal on all ranks of a pipeline, in one line.
 std::string describe(const PipelineSchedule& schedule, const PipelineEngineOptions& options) {
   std::string text = c10::str(schedule.stages, " stages, ", schedule.micro_batches,
                               " micro-batches, scale_grads=", options.scale_grads, ", table ",
@@ -41,7 +41,7 @@ std::string describe(const PipelineSchedule& schedule, const PipelineEngineOptio
   return text;
 }
 
-// Returns what copies of a stage have alike, a line for each tensor.
+// Describes what must be equal in all copies of a stage, a line for each tensor.
 std::string describe(const PipelineStageRequest& stage) {
   std::string text;
   const auto add = [&](const std::string& name, const at::Tensor& tensor, const char* what) {
@@ -54,7 +54,7 @@ std::string describe(const PipelineStageRequest& stage) {
   return text;
 }
 
-// Returns what differs between what each of the ranks, or copies, says; or nothing.
+// Returns the first difference between the texts of the ranks, or copies; or nothing.
 std::string difference(const std::vector<std::string>& texts, const std::string& who) {
   for (size_t i = 0; i < texts.size(); ++i) {
     if (!texts[i].empty() && texts[i].front() == '!')
@@ -87,7 +87,7 @@ void agree_on_row(const PipelineSchedule& schedule, const std::vector<PipelineSt
     if (!got.empty()) own = "!" + got;
     Communicator& copies = *options.copies;
     const std::string of_stages = difference(gather_texts(own, copies, copies.device()), "copy");
-    // The other ranks of the pipeline have other stages, in which nothing may differ.
+    // Other ranks of the pipeline have other stages, whose copies may differ: all hear of that.
     for (const std::string& text : gather_texts(of_stages, communicator, communicator.device()))
       if (got.empty()) got = text;
   }

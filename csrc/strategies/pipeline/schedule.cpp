@@ -11,7 +11,7 @@
 namespace trireme {
 namespace {
 
-// Reads stages, micro-batches and who holds which stage from the rows.
+// Reads stages, micro-batches and the rank of each stage from the rows.
 PipelineSchedule inferred(std::vector<PipelineRow> rows) {
   PipelineSchedule schedule;
   int64_t cells = 0;
@@ -79,7 +79,7 @@ void write_row(std::string& text, const PipelineRow& row, TableForm form) {
     if (cells++ > 0) text += ',';
     text += to_string(action);
   }
-  // A line without anything is a row without cells.
+  // An empty line is read as a row without cells: so a row of one bubble is written as "".
   if (cells == 1 && text.size() == begin) text += "\"\"";
   text += '\n';
 }

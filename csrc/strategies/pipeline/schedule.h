@@ -12,8 +12,8 @@ namespace trireme {
 
 using PipelineRow = std::vector<PipelineAction>;
 
-// Says which rank does what, and in which order: one row of actions per rank. It is a value: equal
-// on all ranks, or a message is about to go wrong.
+// The actions of every rank, in their order: one row per rank. It is a plain value, which must be
+// equal on all ranks, since messages follow from it.
 //
 // A table holds either no messages, which then follow from its forwards and backwards, or all of
 // them: schedule_lowering.h.
@@ -30,7 +30,7 @@ struct PipelineSchedule {
 // Returns the stages that a rank has, in their order.
 TRIREME_API std::vector<int64_t> stages_of(const PipelineSchedule& schedule, int64_t rank);
 
-// Tells whether a table says where messages are sent and received.
+// Returns whether a table says where messages are sent and received.
 TRIREME_API bool has_messages(const PipelineSchedule& schedule);
 
 // Returns a schedule of these rows. Stages, micro-batches and the rank of each stage are read from

@@ -10,8 +10,8 @@
 namespace trireme {
 namespace {
 
-// Looks at one stage and micro-batch after the other: what must be there, and in which order. All
-// actions of a stage are in one row, so their places in the list tell which comes first.
+// Checks one stage and micro-batch after the other: which actions there are, and in which order.
+// All actions of a stage are in one row, so their places in the list tell which comes first.
 class PassageCheck {
  public:
   explicit PassageCheck(const FlatSchedule& flat)
@@ -107,7 +107,7 @@ class PassageCheck {
   int32_t micro_batch_ = 0;
 };
 
-// Says between which stage and the next one a message goes.
+// Returns the stage between which and the next one a message goes.
 int32_t edge_of(const FlatAction& action) {
   switch (action.kind) {
     case ActionKind::kSendForward:

@@ -8,8 +8,7 @@
 
 namespace trireme {
 
-// Holds what a micro-batch takes in one stage, in any unit of time. B takes input + weight, R takes
-// forward.
+// The time of a micro-batch in one stage, in any unit. B takes input + weight, R takes forward.
 struct StageCosts {
   double forward = 1;
   double input = 1;
@@ -28,7 +27,7 @@ struct ScheduleCosts {
 // Throws ValueError unless there are costs for one stage or for `stages`, finite and 0 or more.
 void check_costs(const ScheduleCosts& costs, int64_t stages);
 
-// Is an action that computes, and when it does. What an overlap runs is told one by one.
+// An action that computes, with its begin and end. The parts of an overlap are listed one by one.
 struct TimedAction {
   int64_t rank = 0;
   PipelineAction action;
@@ -37,8 +36,8 @@ struct TimedAction {
 };
 
 // The figures below are those of a run in which every action begins as early as it can: after the
-// one before it in its row and after what it needs. All throw ValueError for a schedule that
-// check_schedule() refuses, and for costs that are none.
+// one before it in its row and after the actions it needs. All throw ValueError for a schedule that
+// check_schedule() refuses, and for invalid costs.
 
 // Returns rank after rank, each in the order of its row.
 TRIREME_API std::vector<TimedAction> timeline(const PipelineSchedule& schedule,
@@ -48,13 +47,13 @@ TRIREME_API double makespan(const PipelineSchedule& schedule, const ScheduleCost
 // Returns the share of the makespan in which a rank computes nothing, mean over ranks.
 TRIREME_API double bubble(const PipelineSchedule& schedule, const ScheduleCosts& costs = {});
 
-// Counts, at its most, the micro-batches of which a rank keeps all that autograd saves: from F, or
+// Returns the most micro-batches of which a rank keeps all that autograd saves at once: from F, or
 // from R where there is one, to B or W. Each stage of the rank counts for itself.
 TRIREME_API int64_t peak_activations(const PipelineSchedule& schedule, int64_t rank);
-// Counts the same in a row of a schedule that is known to be whole.
+// Returns the same for a row of a schedule that is known to be whole.
 TRIREME_API int64_t most_live(const PipelineRow& row);
 
-// Names a stage that sends, and the stage before or behind it that receives.
+// A stage that sends, and the stage before or behind it that receives.
 struct PipelineEdge {
   int64_t from = 0;
   int64_t to = 0;
@@ -62,8 +61,8 @@ struct PipelineEdge {
   bool operator==(const PipelineEdge&) const = default;
 };
 
-// Counts, at its most, the messages of an edge that were sent and that the receiver still needs:
-// schedule_check.h. Throws ValueError for stages that send each other nothing.
+// Returns the most messages of an edge that were sent and that the receiver still needs
+// (schedule_check.h). Throws ValueError for stages that send each other nothing.
 TRIREME_API int64_t peak_messages(const PipelineSchedule& schedule, PipelineEdge edge);
 
 }  // namespace trireme

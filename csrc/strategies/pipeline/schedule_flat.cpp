@@ -19,7 +19,7 @@ int64_t count_actions(const PipelineSchedule& schedule) {
   return count;
 }
 
-// What this class makes is as large as stages times micro-batches, so the actions must be as many.
+// Tables of this class have stages * micro-batches entries, so there must be as many actions.
 void check_sizes(const PipelineSchedule& schedule) {
   const int64_t actions = count_actions(schedule);
   const bool fits = 1 <= schedule.ranks && 1 <= schedule.stages && 1 <= schedule.micro_batches &&

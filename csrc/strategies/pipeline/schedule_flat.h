@@ -9,18 +9,18 @@
 
 namespace trireme {
 
-// Is an action that has a place among all actions of all ranks. Overlaps are taken apart.
+// An action with a place among all actions of all ranks. The parts of an overlap stand one by one.
 struct FlatAction {
   ActionKind kind = ActionKind::kBubble;
   int32_t stage = -1;
   int32_t micro_batch = -1;
   int32_t rank = 0;
-  int32_t column = 0;    // where its row has it, from 0 on
-  int32_t together = 1;  // how many actions, from this one on, begin when all of them can
-  int32_t message = -1;  // sends: how many were sent before on this edge
+  int32_t column = 0;    // in its row, from 0 on
+  int32_t together = 1;  // size of the group, from this one on, that begins when all of it can
+  int32_t message = -1;  // sends: the number of earlier ones on this edge
 };
 
-// Holds the actions of a schedule in one list, rank after rank, and finds them by what they are, in
+// The actions of a schedule in one list, rank after rank, found by kind, stage and micro-batch in
 // constant time. Where a table has no messages, the sends that it implies are in the list, too.
 //
 // Throws ValueError for what has no place in such a list: an action twice, on a rank that does not
@@ -35,7 +35,7 @@ class FlatSchedule {
   int32_t stages() const { return stages_; }
   int32_t micro_batches() const { return micro_batches_; }
   bool has_messages() const { return has_messages_; }
-  // Tells whether any action is a backward; without one it is the table of an evaluation.
+  // Returns whether any action is a backward; without one it is the table of an evaluation.
   bool has_backward() const;
 
   const std::vector<FlatAction>& actions() const { return actions_; }
@@ -43,24 +43,25 @@ class FlatSchedule {
   int32_t row_begin(int32_t rank) const { return row_begin_[static_cast<size_t>(rank)]; }
   int32_t row_end(int32_t rank) const { return row_begin_[static_cast<size_t>(rank) + 1]; }
 
-  // Returns where such an action is, or kNone.
+  // Returns the place of such an action, or kNone.
   int32_t find(ActionKind kind, int32_t stage, int32_t micro_batch) const;
-  // Returns its B or I: after this the stage before can go on.
+  // Returns the B or I of a micro-batch: after this the stage before can go on.
   int32_t backward_of(int32_t stage, int32_t micro_batch) const;
-  // Returns its last action: B or W, or F where there is no backward.
+  // Returns the last action of a micro-batch in a stage: B or W, or F where there is no backward.
   int32_t last_of(int32_t stage, int32_t micro_batch) const;
 
   int64_t rank_of(int32_t stage) const { return stage_rank_[static_cast<size_t>(stage)]; }
-  // Tells whether messages go between a stage and the next one: they lie on different ranks.
+  // Returns whether messages go between a stage and the next one: they lie on different ranks.
   bool crosses(int32_t stage) const {
     return 0 <= stage && stage + 1 < stages_ && rank_of(stage) != rank_of(stage + 1);
   }
-  // Lists the sends from a stage to the next one (`forward`) or to the one before, in their order.
+  // Returns the sends from a stage to the next one (`forward`) or to the one before, in their
+  // order.
   const std::vector<int32_t>& sends(int32_t stage, bool forward) const {
     return sends_[static_cast<size_t>(2 * stage + (forward ? 0 : 1))];
   }
 
-  // Says "1F0 (rank 1, column 3)".
+  // Returns "1F0 (rank 1, column 3)".
   std::string describe(int32_t action) const;
 
  private:
@@ -76,7 +77,7 @@ class FlatSchedule {
   std::vector<int64_t> stage_rank_;
   std::vector<FlatAction> actions_;
   std::vector<int32_t> row_begin_;
-  // Holds, by kind, where each stage and micro-batch has it; nothing for kinds that do not occur.
+  // The place of each action, by kind, stage and micro-batch; empty for kinds that do not occur.
   std::array<std::vector<int32_t>, kActionKinds> found_;
   std::vector<std::vector<int32_t>> sends_;  // two lists per stage: onward and back
 };

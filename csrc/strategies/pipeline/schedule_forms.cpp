@@ -46,7 +46,7 @@ struct StageMicroBatch {
   int32_t micro_batch;
 };
 
-// Lists in which order the stages of a rank take micro-batches.
+// Returns the order in which the stages of a rank take micro-batches.
 std::vector<StageMicroBatch> interleaved_order(const ScheduleShape& shape, int32_t rank,
                                                bool is_backward) {
   std::vector<StageMicroBatch> order;
@@ -186,7 +186,7 @@ int64_t most_live(const std::vector<PipelineRow>& rows) {
 }
 
 // Gives the schedule the shortest rows of zb-auto: the greedy ones, or those of another form with
-// the same stages on each rank, where they keep to the limit. Those that hold less win a tie.
+// the same stages on each rank, where they keep to the limit. Fewer live activations win a tie.
 void set_automatic_rows(PipelineSchedule& schedule, const PipelineScheduleRequest& request,
                         const ScheduleShape& shape) {
   const ScheduleCosts costs = request.costs.value_or(ScheduleCosts());

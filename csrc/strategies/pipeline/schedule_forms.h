@@ -10,7 +10,7 @@
 
 namespace trireme {
 
-// Asks for one of the forms that are built in.
+// A request for one of the built-in forms.
 //
 //   name               stages per rank    what it is
 //   gpipe              1                  all forwards, then all backwards
@@ -23,7 +23,7 @@ namespace trireme {
 //   zb-auto            any number, 1      greedy over costs, under a limit of live activations
 //
 // Where another form with the same stages on each rank (the first five; B as I and W) keeps to the
-// limit and is shorter under these costs, zb-auto has its order: it is never the slower one.
+// limit and is shorter under these costs, zb-auto takes its order: it is never the slower one.
 //
 // Where torch.distributed.pipelining has a form of that name, the order of every rank's actions is
 // torch's. One thing differs: looped-bfs runs the backwards of a stage in the order of
@@ -40,8 +40,8 @@ struct PipelineScheduleRequest {
   int64_t ranks = 1;
   int64_t micro_batches = 1;
   std::optional<int64_t> stages_per_rank = {};
-  // Are read by zb-auto only, and refused elsewhere. Without a limit a rank runs as far ahead as
-  // its inputs come.
+  // Read by zb-auto only, and refused elsewhere. Without a limit a rank runs as far ahead as its
+  // inputs come.
   std::optional<ScheduleCosts> costs = {};
   std::optional<int64_t> max_activations = {};
 };

@@ -12,7 +12,7 @@ namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-// Names what a rank does next, and when it can.
+// The next action of a rank, and the time at which it can begin.
 struct GreedyChoice {
   double begin = kNever;
   ActionKind kind = ActionKind::kBubble;
@@ -59,7 +59,7 @@ class GreedySchedule {
   std::vector<PipelineRow> take_rows() { return std::move(rows_); }
 
  private:
-  // Counts the micro-batches of a stage whose F, I and W have been placed.
+  // The number of micro-batches of a stage whose F, I and W have been placed.
   struct Counts {
     int32_t forwards = 0;
     int32_t inputs = 0;
@@ -150,7 +150,7 @@ class GreedySchedule {
     choose(rank);
   }
 
-  // Tells the stage that goes on when it can: the next one, the one before, or, at the end of the
+  // Sets when the stage that goes on can begin: the next one, the one before, or, at the end of the
   // forward, this one.
   void deliver(const GreedyChoice& made, int32_t micro_batch) {
     const bool is_forward = made.kind == ActionKind::kForward;

@@ -21,7 +21,7 @@ PipelineRow compute_row(const PipelineRow& row) {
   return kept;
 }
 
-// Knows at each action of a row which stages are used next.
+// Finds for each action of a row the stages that are used next.
 class StagesAhead {
  public:
   explicit StagesAhead(const PipelineRow& row) {
@@ -187,7 +187,7 @@ class MessagePlacement {
 
 // Adds a wait for each send.
 PipelineRow with_waits(const PipelineRow& row) {
-  std::map<std::pair<int32_t, int32_t>, size_t> sent;  // forward sends that nobody waits for yet
+  std::map<std::pair<int32_t, int32_t>, size_t> sent;  // forward sends without a wait yet
   std::vector<PipelineAction> open;                    // in the order of the sends
   std::vector<bool> is_open;
   PipelineRow made;
@@ -216,7 +216,7 @@ PipelineRow with_waits(const PipelineRow& row) {
   return made;
 }
 
-// One rank sends nothing, so its table is lowered where anything stands beside what computes.
+// One rank sends nothing: its table is lowered if anything stands in it beside what computes.
 bool is_lowered(const PipelineSchedule& schedule) {
   if (schedule.ranks > 1) return has_messages(schedule);
   const PipelineRow& row = schedule.rows.front();

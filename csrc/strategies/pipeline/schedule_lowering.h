@@ -6,7 +6,7 @@
 namespace trireme {
 
 // Returns the table with everything that ranks do beside computing, as torch's pipelining 2.15 adds
-// it; one that is lowered already is returned as it is. Bubbles go.
+// it; one that is lowered already is returned as it is. Bubbles are dropped.
 //
 //   SEND_F, SEND_B             behind what they send, where the other stage is on another rank
 //   RECV_F, RECV_B             at the end of what the receiver's row holds when the send is placed:
@@ -18,7 +18,7 @@ namespace trireme {
 //   REDUCE_GRAD, and its wait  behind the last backward of its stage
 //
 // Throws ValueError for a schedule that check_schedule() refuses, and for an overlap in which one
-// action needs what another one makes.
+// action needs the result of another one.
 TRIREME_API PipelineSchedule lower_schedule(const PipelineSchedule& schedule);
 
 }  // namespace trireme

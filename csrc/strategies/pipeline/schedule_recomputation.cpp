@@ -17,7 +17,7 @@ bool begins_backward(const PipelineAction& action) {
   return action.kind == ActionKind::kBackward || action.kind == ActionKind::kBackwardInput;
 }
 
-// Returns those whose backward comes right behind their forward.
+// Returns the passages whose backward directly follows their forward.
 Passages backward_at_once(const PipelineRow& row) {
   Passages found;
   PipelineAction before;

@@ -10,23 +10,23 @@
 
 namespace trireme {
 
-// Says which micro-batches a stage computes once more before their backward, so that it keeps only
-// what it was given meanwhile.
+// The micro-batches that a stage computes once more before their backward, so that it keeps only
+// their inputs meanwhile.
 enum class Recomputation : uint8_t {
   kNever,
   kExceptLast,  // all but the last one, whose backward is never far (torchgpipe's rule)
   kAlways,
-  // Has those between whose forward and backward the rank does something else: for others nothing
-  // would be freed.
+  // Micro-batches whose backward does not directly follow their forward: for others nothing would
+  // be freed.
   kAuto,
 };
 // Reads "never", "except_last", "always", "auto". Throws ValueError, naming them.
 TRIREME_API Recomputation recomputation(std::string_view name);
 
-// Returns the schedule with an R in front of the backwards of these micro-batches. It waits for its
+// Returns the schedule with an R in front of the backwards of these micro-batches. R waits for its
 // forward only, so that it runs while a gradient is on its way: in a bubble, where there is one,
-// and as late as it can, where memory is. Throws ValueError for a schedule that has an R already,
-// unless the answer is kNever.
+// and as late as it can, since it takes memory. Throws ValueError for a schedule that has an R
+// already, unless `which` is kNever.
 TRIREME_API PipelineSchedule with_recomputation(PipelineSchedule schedule, Recomputation which);
 
 // Returns stage and micro-batch of each R in a row.

@@ -7,14 +7,14 @@
 
 namespace trireme {
 
-// Says for how many ranks, stages on each and micro-batches a row is made.
+// The numbers of ranks, stages on each, and micro-batches for which a row is made.
 struct ScheduleShape {
   int32_t ranks = 1;
   int32_t local_stages = 1;
   int32_t micro_batches = 1;
 };
 
-// Each returns what one rank does. schedule_forms.h says which form is which.
+// Each returns the row of one rank. schedule_forms.h says which form is which.
 PipelineRow looped_row(const ScheduleShape& shape, int32_t rank);
 // `hop` is how many forwards a rank is ahead of the next one; with `splits` backwards are I and W.
 struct Interleaving {

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int32_t kNone = FlatSchedule::kNone;
 
-// Names an action that another one waits for, and how long after its end that may begin.
+// An action that another one waits for, and how long after its end the other one may begin.
 struct Need {
   int32_t action;
   double delay;
@@ -164,7 +164,7 @@ class ScheduleRun {
     needs_.push_back({flat_.last_of(receiver, flat_.at(before).micro_batch), 0});
   }
 
-  // A rank that stands waits for an action of a rank that stands, too: so their chain closes.
+  // A blocked rank waits for an action of a rank that is blocked, too: so their chain closes.
   [[noreturn]] void refuse_circle(int32_t rank) const {
     std::vector<bool> is_seen(next_.size(), false);
     while (!is_seen[rank]) {
@@ -189,12 +189,13 @@ class ScheduleRun {
   int64_t slots_;
   ScheduleTimes times_;
   std::vector<int32_t> awake_;
-  // Hold, for each rank, the action that comes next, what it waits for, and who else waits for it.
+  // Per rank: the next action, the one that it waits for, and the next rank that waits for that
+  // one.
   std::vector<int32_t> next_;
   std::vector<int32_t> blocker_;
   std::vector<int32_t> next_waiter_;
   std::vector<double> free_at_;
-  // Holds, for each action, a rank that waits for it.
+  // Per action: the first rank that waits for it.
   std::vector<int32_t> waiters_;
   std::vector<bool> is_done_;
   std::vector<Need> needs_;  // what find_needs() found

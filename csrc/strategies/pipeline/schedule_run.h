@@ -8,7 +8,7 @@
 
 namespace trireme {
 
-// Says when each action of a FlatSchedule begins and ends.
+// The begin and the end of each action of a FlatSchedule.
 struct ScheduleTimes {
   std::vector<double> begin;
   std::vector<double> end;
@@ -25,7 +25,7 @@ struct ScheduleTimes {
 //   SEND_F         F. With c slots: the last use of the message that was sent c sends before
 //   SEND_B         B or I. Slots as for SEND_F
 //   WAIT_SEND_*    the send, and the peer's RECV
-//   RECV_*         nothing: it is posted. Who uses the message comes after it in the row
+//   RECV_*         nothing: it is posted. The user of the message comes after it in the row
 //
 // The parts of an overlap wait for what any of them waits for. A message is used by F and by the
 // backwards of its micro-batch, up to W.

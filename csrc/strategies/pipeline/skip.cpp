@@ -12,7 +12,7 @@ namespace {
 
 thread_local SkipScope::State current;
 
-// Holds what was stashed outside of pipelines. What is never popped stays.
+// Returns this thread's stash outside of pipelines. A tensor that is never popped stays there.
 std::unordered_map<std::string, at::Tensor>& kept() {
   thread_local auto* map = new std::unordered_map<std::string, at::Tensor>();
   return *map;

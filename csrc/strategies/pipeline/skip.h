@@ -10,8 +10,8 @@
 
 namespace trireme {
 
-// Says that a stage stashes a tensor under a name, and that a later stage, or the same one, pops
-// it. A name is stashed once and popped once in each micro-batch.
+// A tensor that a stage stashes under a name, and that a later stage, or the same one, pops. A name
+// is stashed once and popped once in each micro-batch.
 struct PipelineSkip {
   std::string name = {};
   int64_t from = 0;
@@ -26,7 +26,7 @@ struct PipelineSkip {
 TRIREME_API void stash(const std::string& name, at::Tensor tensor);
 TRIREME_API at::Tensor pop(const std::string& name);
 
-// Is what stash() and pop() see of one micro-batch in a stage, while its forward runs.
+// The slots of stash() and pop(), one per name of a stage, while the forward of a micro-batch runs.
 struct SkipSlot {
   std::string name;
   at::Tensor tensor = {};  // between stash and pop
@@ -46,8 +46,8 @@ struct StageSkips {
   std::vector<at::Tensor> take_outgoing();
 };
 
-// Directs stash() and pop() of this thread to a stage while it lives. Null refuses both: what runs
-// is a backward.
+// Directs stash() and pop() of this thread to a stage while it lives. Null makes both throw, while
+// a backward runs.
 class SkipScope {
  public:
   explicit SkipScope(StageSkips* skips);

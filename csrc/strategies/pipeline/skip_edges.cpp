@@ -14,7 +14,7 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-// Lists the micro-batches of a stage in the order of its forwards, and of its backwards.
+// Returns the micro-batches of a stage in the order of its forwards, and of its backwards.
 std::pair<std::vector<int64_t>, std::vector<int64_t>> orders_of(const PipelineSchedule& schedule,
                                                                 int64_t stage) {
   std::pair<std::vector<int64_t>, std::vector<int64_t>> orders;

@@ -18,10 +18,10 @@ using torch::autograd::edge_list;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-// Is what the first half leaves of a node from which edges lead to weights only.
+// The rest that the first half leaves of a node from which edges lead to weights only.
 struct SplitBackward::Kept {
   NodePtr node;
-  edge_list weight_edges;  // has all edges of the node, those on input paths invalid
+  edge_list weight_edges;  // all edges of the node, those on input paths invalid
   variable_list gradients;
 };
 
@@ -38,7 +38,8 @@ class SplitBackward::Keeper final : public torch::autograd::FunctionPreHook {
   std::weak_ptr<Kept> kept_;
 };
 
-// Calls a node for its weights. It has the number of the node, so that it is called in its turn.
+// Calls a node for its weights. It has the sequence number of the node, so that it runs in its
+// turn.
 class SplitBackward::StandIn final : public Node {
  public:
   StandIn(NodePtr node, edge_list edges)
@@ -57,7 +58,7 @@ class SplitBackward::StandIn final : public Node {
   NodePtr node_;
 };
 
-// Looks at each node of the graph once: which kinds of path is it on?
+// Visits each node of the graph once, and finds on which kinds of path it is.
 class SplitBackward::Walk {
  public:
   struct Found {
@@ -73,7 +74,7 @@ class SplitBackward::Walk {
 
   const Found& at(const Node* node) const { return found_.at(node); }
   bool is_input(const Node* node) const { return inputs_.count(node) != 0; }
-  // Lists nodes behind the nodes that their edges lead to.
+  // Returns the nodes, each behind the nodes that its edges lead to.
   const std::vector<NodePtr>& nodes() const { return nodes_; }
 
  private:

@@ -13,37 +13,36 @@ namespace trireme {
 
 // [Note: a backward in two halves]
 //
-// A stage before waits for the gradients of this stage's inputs, and nobody waits for those of its
-// weights. So the first half computes the former, the second half the latter, later (Qi et al.,
+// The stage before waits for the gradients of this stage's inputs, and no stage waits for those of
+// its weights. So the first half computes the former, the second half the latter, later (Qi et al.,
 // 2023; torch's stage_backward_input and stage_backward_weight).
 //
 // A node of the graph is on an input path, on a weight path, or on both: where an input is
 // multiplied with a weight, say. In the first half autograd runs the nodes on input paths. Where
 // one of these has an edge to weights only, the gradients that came to it are kept. In the second
 // half a node of ours stands in for each of them: it has only those edges, and calls the node with
-// what was kept. Autograd then goes on to the weights. So:
+// the kept gradients. Autograd then goes on to the weights. So:
 //
 // * Weights to which no input leads are reached as well: they begin at an output of their own, or
 //   behind such a node. A stage whose inputs need no gradient has all of its backward in the second
 //   half.
 // * Gradients come through the nodes that accumulate them: hooks and reducers see them.
 // * A hook on a tensor is called once: what is kept has passed it.
-// * Sums are in the order of a backward in one piece, since the nodes in between keep their
-// numbers:
-//   autograd always takes the one that was made last.
-// * What only input paths need is given up after the first half.
+// * Sums keep the order of a backward in one piece, because the nodes in between keep their
+//   sequence numbers: autograd always takes the node that was made last.
+// * Saved tensors that only input paths need are freed after the first half.
 //
 // A node is called in both halves where the two kinds of path meet, each time for its part of the
 // edges. A checkpoint recomputes in both.
 
-// Is the backward of one micro-batch in two halves. One thread at a time.
+// The backward of one micro-batch in two halves. One thread at a time.
 class TRIREME_API SplitBackward {
  public:
-  // `gradients` belong to `roots`. `inputs` say where gradients of inputs arrive, one for each;
-  // invalid for one that needs none. What lies behind them is left alone.
+  // `gradients` belong to `roots`. `inputs` are the edges at which gradients of inputs arrive, one
+  // for each; invalid for one that needs none. The graph behind them is left alone.
   SplitBackward(torch::autograd::edge_list roots, std::vector<at::Tensor> gradients,
                 torch::autograd::edge_list inputs);
-  // Does so for the inputs in front of a node (received_node.h); null where none needs a gradient.
+  // Takes the inputs in front of a node (received_node.h); null where none needs a gradient.
   SplitBackward(torch::autograd::edge_list roots, std::vector<at::Tensor> gradients,
                 const NodePtr& received);
   ~SplitBackward();
@@ -55,7 +54,7 @@ class TRIREME_API SplitBackward {
   std::vector<at::Tensor> input_half();
   // Adds the gradients of the weights to .grad. Called second, once; the graph is then gone.
   void weight_half();
-  // Does so for those weights whose gradients are accumulated at `only`.
+  // Adds those gradients only that are accumulated at `only`.
   void weight_half(const torch::autograd::edge_list& only);
 
  private:
@@ -64,7 +63,7 @@ class TRIREME_API SplitBackward {
   class Keeper;
   class StandIn;
 
-  // Prepares nodes for the first half; returns those that are needed for nothing after it.
+  // Prepares nodes for the first half; returns those that nothing after it needs.
   std::vector<NodePtr> prepare(const Walk& walk);
   std::vector<at::Tensor> run_input_half(const Walk& walk);
 

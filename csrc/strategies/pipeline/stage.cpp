@@ -47,7 +47,7 @@ void Stage::begin_step(const Step& step) {
   waits_ = {};
 }
 
-// Keeps no input: those are the frame's.
+// Keeps no inputs: the frame has them.
 class Stage::Again final : public CheckpointedCall {
  public:
   Again(Stage& stage, int64_t micro_batch, std::string text, const std::vector<at::Tensor>& inputs)

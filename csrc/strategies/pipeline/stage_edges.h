@@ -19,7 +19,7 @@ class StageEdges {
   // Collective. The communicator outlives it.
   StageEdges(const PipelineSchedule& schedule, Communicator& communicator);
 
-  // Names what a message belongs to.
+  // The step, stage and micro-batch of a message.
   struct Message {
     int64_t step = 0;
     int64_t stage = 0;  // it sends or receives
@@ -32,13 +32,13 @@ class StageEdges {
   StageInput receive_onward(const Message& message);
   std::vector<at::Tensor> receive_back(const Message& message);
 
-  // Says that what a stage received for a micro-batch is used no more.
+  // Declare that a stage uses what it received for a micro-batch no more.
   void done_with_input(int64_t stage);
   void done_with_gradients(int64_t stage);
 
-  // Says whether a stage hands on to one of this rank; else its messages are counted as sent.
+  // Returns whether two stages lie on one rank; messages between others are counted as sent.
   bool is_local(int64_t from, int64_t to) const;
-  // Drops what nobody has taken. After a failure, on all ranks.
+  // Drops what no stage has taken. After a failure, on all ranks.
   void abandon();
   void forget_before(int64_t step) { channels_->forget_before(step); }
 
@@ -59,7 +59,7 @@ class StageEdges {
   std::vector<int64_t> stage_rank_;
   std::unique_ptr<TensorChannels> channels_;
   std::vector<Ends> ends_;  // one per stage
-  // Hold what a stage of this rank gave to another one, by stage and micro-batch of the receiver.
+  // Values that a stage of this rank gave to another one, by stage and micro-batch of the receiver.
   std::vector<StageInput> inputs_;
   std::vector<std::vector<at::Tensor>> gradients_;
 };

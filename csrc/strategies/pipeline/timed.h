@@ -4,7 +4,7 @@
 
 namespace trireme {
 
-// Adds the time for which it lives to a sum of milliseconds.
+// A timer that adds the milliseconds for which it lives to a sum.
 class Timed {
  public:
   using Clock = std::chrono::steady_clock;

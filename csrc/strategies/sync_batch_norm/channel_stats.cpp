@@ -78,8 +78,7 @@ BatchStats combine_stats(const at::Tensor& gathered, double eps) {
   BatchStats stats;
   stats.counts = gathered.select(1, 2 * channels).contiguous();
   const at::Tensor share = (stats.counts / stats.counts.sum().clamp_min(1)).unsqueeze(1);
-  // Counts from the first rank's mean on: what is rounded is then a difference of means, not a
-  // mean.
+  // Measures means from the first rank's: so a difference of means is rounded, not a mean.
   const at::Tensor origin = means.select(0, 0);
   stats.mean = origin + (share * (means - origin)).sum(0);
   stats.var = (share * (vars + (means - stats.mean).square())).sum(0);

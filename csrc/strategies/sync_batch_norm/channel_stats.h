@@ -12,7 +12,7 @@ namespace trireme {
 
 TRIREME_API at::ScalarType stats_dtype(const at::Tensor& input);
 
-// Returns what one rank tells the others, 2 x channels + 1 elements: the mean of its part of the
+// Returns one rank's message to the others, 2 x channels + 1 elements: the mean of its part of the
 // batch, its biased variance, and how many values that are per channel. Zeros for an empty part.
 TRIREME_API at::Tensor local_stats(const at::Tensor& input);
 
@@ -43,7 +43,7 @@ struct ChannelAffine {
 TRIREME_API at::Tensor normalize(const at::Tensor& input, const ChannelAffine& affine,
                                  const BatchStats& stats, double eps);
 
-// Returns what backward sums over the batch, [2, channels]: the gradient of the output, and that
+// Returns the sums of backward over the batch, [2, channels]: the gradient of the output, and that
 // times (input - mean). The first is the gradient of the bias, the second times invstd that of the
 // weight.
 TRIREME_API at::Tensor gradient_sums(const at::Tensor& grad_output, const at::Tensor& input,

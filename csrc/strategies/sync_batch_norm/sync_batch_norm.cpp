@@ -18,7 +18,7 @@ using torch::autograd::variable_list;
 
 constexpr const char* kArea = "sync_batch_norm";
 
-// What an autograd node keeps beside tensors has to be an IValue.
+// Wraps a communicator as an IValue, for an autograd node to keep beside tensors.
 struct CommunicatorHolder : torch::CustomClassHolder {
   explicit CommunicatorHolder(std::shared_ptr<Communicator> held) : communicator(std::move(held)) {}
   std::shared_ptr<Communicator> communicator;
@@ -39,8 +39,8 @@ BatchStats gather_stats(Communicator& communicator, const at::Tensor& input, dou
   return combine_stats(all, eps);
 }
 
-// Says whether there is anything to learn from the batch. Asks the device only where this rank
-// alone cannot tell; as all ranks then have too little, all of them throw.
+// Returns whether the batch has any values. Asks the device only where this rank alone cannot tell;
+// as all ranks then have too little, all of them throw.
 bool has_values(const BatchStats& stats, const at::Tensor& input, RankOf where) {
   if (input.numel() > input.size(1)) return true;
   const auto total = stats.counts.sum().item<double>();

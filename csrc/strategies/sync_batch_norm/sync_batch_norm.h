@@ -14,11 +14,11 @@ struct BatchNormRequest {
   at::Tensor bias;
   at::Tensor running_mean;  // [channels], written in place; undefined: not tracked
   at::Tensor running_var;
-  double momentum = 0.1;  // what the new value weighs in a running statistic
+  double momentum = 0.1;  // weight of the new value in a running statistic
   double eps = 1e-5;
 };
 
-// Is one batch normalization layer in training, whose batch is the batches of all ranks together:
+// One batch normalization layer in training, whose batch is the batches of all ranks together:
 // output, running statistics and gradients are those of that batch on one device. Both front doors
 // wrap it. weight and bias get the sum over this rank's part, as any parameter does: DDP adds up
 // the ranks.
@@ -26,11 +26,11 @@ struct BatchNormRequest {
 // Collective, also for a rank whose part is empty, and so is the backward: every rank's loss has to
 // depend on the output. Ranks may have different batch and spatial sizes.
 //
-// Cost per rank: forward one all-gather of 2 x channels + 1 numbers, backward one all-reduce of
-// 2 x channels (8 or, for fp64, 16 bytes per channel each); the very first forward compares the
-// layers of the ranks by one more all-gather of 16 bytes. No host synchronization on an accelerator
-// but that first one, and where a rank has fewer than 2 values per channel. Saved for backward: the
-// input, as for any batch normalization.
+// Cost per rank: forward one all-gather of 2 x channels + 1 numbers, backward one all-reduce of 2 x
+// channels (8 or, for fp64, 16 bytes per channel each); the very first forward, and one after a
+// change of channels or precision, compares the layers of the ranks by one more all-gather of 16
+// bytes. No host synchronization on an accelerator but that one, and where a rank has fewer than 2
+// values per channel. Saved for backward: the input, as for any batch normalization.
 class TRIREME_API BatchNormSync {
  public:
   explicit BatchNormSync(std::shared_ptr<Communicator> communicator);
@@ -47,7 +47,7 @@ class TRIREME_API BatchNormSync {
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
 
  private:
-  // Is what must be the same on all ranks, or the engines move messages of different lengths.
+  // The properties that must be equal on all ranks, or engines move messages of different lengths.
   struct Layout {
     int64_t channels = 0;
     at::ScalarType dtype = at::kFloat;

@@ -11,15 +11,14 @@
 
 namespace trireme {
 
-// Holds num_features, eps, momentum, affine, track_running_stats: those of torch::nn::BatchNorm2d.
+// The options of torch::nn::BatchNorm2d: num_features, eps, momentum, affine, track_running_stats.
 using SyncBatchNormOptions = torch::nn::BatchNormOptions;
 
-// Is torch::nn::BatchNorm1d, 2d or 3d over the batch of all ranks of a group; parameters and
-// buffers have the same names, so either loads what the other saved. Inputs are [batch, channels,
-// ...].
+// torch::nn::BatchNorm1d, 2d or 3d over the batch of all ranks of a group; parameters and buffers
+// have the same names, so either loads what the other saved. Inputs are [batch, channels, ...].
 //
 //   trireme::SyncBatchNorm norm(trireme::SyncBatchNormOptions(64).momentum(0.2),
-//   context.communicator());
+//                               context.communicator());
 //
 // In training, forward and backward are collective: see BatchNormSync for the contract, what is
 // thrown and the cost. In evaluation nothing is communicated. A clone uses the same communicator.

@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kBatchBytes = int64_t{32} << 20;
 
-// One value of one parameter's state, as other ranks are told of it.
+// The description that other ranks get of one value of one parameter's state.
 enum class ValueKind : char {
   kTensor = 't',
   kInt = 'i',
@@ -112,7 +112,7 @@ class TensorBroadcast {
   TensorBroadcast(Communicator& communicator, int64_t root, c10::Device device)
       : communicator_(communicator), root_(root), device_(device) {}
 
-  // `own`: on the root.
+  // `own`: the value on the root, null elsewhere.
   void add(const Described& one, const c10::IValue* own) {
     at::Tensor tensor =
         own != nullptr ? own->toTensor().to(device_).contiguous()
@@ -133,8 +133,7 @@ class TensorBroadcast {
           .wait();
     for (const auto& [one, tensor] : batch_)
       if (take) take(*one, tensor.to(at::kCPU, tensor.scalar_type(), false, /*copy=*/true));
-    // No rank goes on while its part is under way: the next that its program does may be to end
-    // the group.
+    // No rank goes on while its part is under way: its program may end the group next.
     StreamHandoff sent(device_);
     sent.note();
     sent.wait();

@@ -15,7 +15,7 @@ struct Target {
   AdamScalars scalars{};
 };
 
-// Returns which step this is for a parameter of `group`.
+// Returns the number of this step for a parameter of `group`; counts it up where it is a tensor.
 double count_up(const FusedAdamGroup& group, size_t index) {
   if (group.steps.empty()) return static_cast<double>(group.step_numbers[index]);
   const at::Tensor& step = group.steps[index];

@@ -12,10 +12,10 @@
 
 namespace trireme {
 
-// Holds by name what OptimizerParamState or OptimizerOptions writes into an archive.
+// The values that OptimizerParamState or OptimizerOptions writes into an archive, by name.
 using ArchivedValues = std::map<std::string, c10::IValue>;
 
-// What torch::optim::Optimizer::save() writes, taken apart; so the state of any optimizer can be
+// The content of torch::optim::Optimizer::save(), taken apart; so the state of any optimizer can be
 // looked at without its types. Parameters are counted through all groups.
 struct OptimizerArchive {
   std::vector<int64_t> group_counts;    // how many parameters, by group
@@ -29,8 +29,8 @@ TRIREME_API OptimizerArchive read_optimizer_archive(torch::serialize::InputArchi
 TRIREME_API void write_optimizer_archive(const OptimizerArchive& content,
                                          torch::serialize::OutputArchive& archive);
 
-// These read and write a living optimizer: by save() and read, by write and load(). Either costs a
-// copy of its state. A load() leaves alone what the archive has no state for.
+// Read and write a living optimizer: by save() and read, by write and load(). Either costs a copy
+// of its state. A load() leaves alone what the archive has no state for.
 TRIREME_API OptimizerArchive take_apart(const torch::optim::Optimizer& optimizer);
 TRIREME_API void put_into(torch::optim::Optimizer& optimizer, const OptimizerArchive& content);
 TRIREME_API ArchivedValues take_apart(const torch::optim::OptimizerOptions& options);

@@ -10,7 +10,7 @@
 namespace trireme {
 namespace {
 
-// Module.zero_grad(set_to_none=False) has written them: on all ranks, or they are zeros anyway.
+// Module.zero_grad(set_to_none=False) has written zeros: on all ranks, or they were zeros anyway.
 bool is_zero(const at::Tensor& grad) { return !grad.any().item<bool>(); }
 
 }  // namespace

@@ -12,9 +12,9 @@
 
 namespace trireme {
 
-// Each rank keeps its shards of the average: they become part of the .grad of the whole parameter,
-// which is zeros elsewhere and takes no memory there. What was reduced before is set aside when a
-// backward begins, is replaced by what this rank accumulates, and is added to the sum.
+// The landing of ZeRO 2: each rank keeps its shards of the average, as part of the .grad of the
+// whole parameter, which is zeros elsewhere and takes no memory there. An earlier sum is set aside
+// when a backward begins, is replaced by what this rank accumulates, and is added to the new sum.
 //
 // The public functions of a strategy take the reducer's lock. The thread that trains calls them.
 class TRIREME_API ShardLanding final : public Landing {
@@ -28,17 +28,17 @@ class TRIREME_API ShardLanding final : public Landing {
   // replaced, or accumulated without synchronizing, since or before a further backward was added to
   // them. Neither `allowed` in-place writes to each nor zeros count as a change.
   std::vector<int64_t> changed_gradients(uint32_t allowed = 0) const;
-  // Says whether the last backward has left sums to be made; summed() says of which parameters:
-  // those that some rank used.
+  // Returns whether the last backward has left sums to be made; summed() returns of which
+  // parameters: those that some rank used.
   bool has_sums() const { return has_sums_; }
   const std::vector<bool>& summed() const { return summed_; }
   // Makes these sums, once; `visit` sees those of summed() parameters. May wait for other ranks.
   void visit_sums(const SumVisitor& visit);
   // Makes these sums as .grad, as if they had not been deferred. Does nothing if there are none.
   void settle_sums();
-  // Makes what others own of each .grad zeros again, if anybody wrote to it.
+  // Makes the parts of each .grad that other ranks own zeros again, if they were written to.
   void keep_own_gradients();
-  // Forgets what was reduced but is not in .grad, because its sum was deferred, or a backward
+  // Drops what was reduced but is not in .grad, because its sum was deferred, or a backward
   // accumulated on it without synchronizing.
   void drop_set_aside();
 

@@ -90,14 +90,14 @@ void Zero::check_options() const {
   }
 }
 
-// Returns a number for this one, by which ranks tell their optimizers apart.
+// Returns a number for this optimizer, by which ranks tell theirs apart.
 int64_t Zero::agree_on_options() const {
   static std::atomic<int64_t> last_number{0};
   const std::vector<int64_t> own = {
       options_.stage, static_cast<int64_t>(options_.placement.value_or(ShardPlacement::kDim0)),
       options_.host_params ? 1 : 0, options_.fused_step ? 1 : 0};
   std::vector<int64_t> told = own;
-  for (const int64_t option : own) told.push_back(-option);  // the highest of which is the lowest
+  for (const int64_t option : own) told.push_back(-option);  // the maximum of which is the minimum
   told.push_back(last_number + 1);
   const at::Tensor wire = at::tensor(told, at::kLong).to(infos_.front().device);
   communicator_->all_reduce({wire}, ReduceOp::kMax, "options").wait();
@@ -136,7 +136,7 @@ void Zero::move_into_store() {
                                  "that this is wanted."})));
     return;
   }
-  // Who owns a part touches its pages first, so that they lie near it.
+  // Each owner touches the pages of its part first, so that they lie near it.
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const ShardRange& range = own(i);
     flat(store_->whole(static_cast<int64_t>(i)), range).copy_(flat(parameters_[i], range));
@@ -215,7 +215,7 @@ void Zero::refuse(const Flags& flags) {
     TORCH_CHECK(false, error_text("zero", before + "'" + name + "'" + after,
                                   communicator_->rank_of(), next_step));
   };
-  // What was written is said once.
+  // A write is reported once.
   if (flags.changed_parameter >= 0) {
     snapshot_versions();
     take_samples();
@@ -310,7 +310,7 @@ void Zero::end_step() {
     snapshot_versions();
   }
   take_samples();
-  // A GradScaler has written zeros to what others own.
+  // A GradScaler has written to the zeros that other ranks own.
   if (landing_ && std::exchange(scaler_wrote_, false)) landing_->keep_own_gradients();
   if (reducer_) reducer_->notice_changes();
 }
@@ -327,8 +327,8 @@ void Zero::abandon_step(const std::string& reason) noexcept {
   }
 }
 
-// Gathers private parameters. Each owner sends from where they lie to where they lie; small parts
-// go together, by way of a buffer.
+// Gathers private parameters. Each owner broadcasts its parts from their places to the same places;
+// small parts go together, by way of a buffer.
 void Zero::gather_shards() {
   constexpr int64_t kSmallBytes = int64_t{1} << 20;
   std::vector<Pending> pending;
@@ -348,9 +348,9 @@ void Zero::gather_shards() {
   for (Pending& one : pending) one.wait();
 }
 
-// What the user put elsewhere (load_state_dict(assign=True), p.data =) comes back into the store.
-// Autograd forgets the node of a parameter that was cast or set_(), as torch::load does, and with
-// it the hook that brings gradients here.
+// Copies parameters that the user put elsewhere (load_state_dict(assign=True), p.data =) back to
+// their places. Autograd forgets the node of a parameter that was cast or set_(), as torch::load
+// does, and with it the hook that brings gradients here.
 void Zero::settle_storages() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (!is_moved(i)) continue;
@@ -378,7 +378,7 @@ GradNormPart Zero::gradients(const std::vector<int64_t>& parameters) const {
   for (const int64_t parameter : parameters) {
     const auto i = static_cast<size_t>(parameter);
     if (!has_fit_gradient(i)) continue;
-    if (delivered_) delivered_->read(i, {});  // what is scaled by way of this, all ranks scale
+    if (delivered_) delivered_->read(i, {});  // all ranks scale what this returns
     part.gradients.push_back(reducer_ ? own_gradient(i) : parameters_[i].grad());
   }
   return part;
@@ -395,7 +395,7 @@ void Zero::zero_grad(bool set_to_none) {
       grad.reset();
       continue;
     }
-    // The zeros that others own take no memory as long as nobody writes them.
+    // The zeros that other ranks own take no memory as long as they are not written.
     const bool is_ours =
         reducer_ && !std::binary_search(foreign.begin(), foreign.end(), static_cast<int64_t>(i));
     is_ours ? own_gradient(i).zero_() : grad.detach_().zero_();

@@ -1,12 +1,12 @@
 #pragma once
 
 #include <trireme/comm/communicator.h>
-#include <trireme/optim/grad_norm.h>
 #include <trireme/grad/grad_reducer.h>
 #include <trireme/kernels/optimizer_step.h>
 #include <trireme/memory/host_store.h>
 #include <trireme/memory/shard_plan.h>
 #include <trireme/memory/tensor_samples.h>
+#include <trireme/optim/grad_norm.h>
 #include <trireme/strategies/zero/shard_landing.h>
 
 #include <ATen/core/Tensor.h>
@@ -23,8 +23,8 @@ namespace trireme {
 //
 //   backward       stage 1: the user's gradients, whole on every rank (DDP averages them)
 //                  stage 2: grad_hook -> bucket -> wire -> shard_landing: shards of the average
-//   begin_step     one small all-reduce, which returns when all ranks have come: nobody reads the
-//                  parameters any more, everybody has told what is wrong
+//   begin_step     one small all-reduce, which returns when all ranks have come: no rank reads the
+//                  parameters any more, and all know of errors on any
 //   step           each rank's optimizer, over its shards
 //   end_step       all ranks have written; parameters are whole
 //
@@ -32,9 +32,9 @@ namespace trireme {
 // it that its owner writes, and nothing is moved. Elsewhere parameters are private, and end_step
 // gathers the shards.
 //
-// What the user writes into a parameter outside of this would be written by all ranks at once, into
-// one memory; `x.mul_(2)` would come out multiplied by 2 to the world. So it raises, unless it is
-// done between begin_writing() and end_writing(), where each rank writes a copy of its own.
+// A write of the user into a parameter outside of this would be made by all ranks at once, into one
+// memory; `x.mul_(2)` would come out multiplied by 2 to the world. So it raises, unless it is done
+// between begin_writing() and end_writing(), where each rank writes a copy of its own.
 //
 // No version tells of a write through `.data`. So every rank samples all parameters, those of
 // others too, when a step or writing is over, and compares before it comes to the next gate. That
@@ -53,18 +53,18 @@ namespace trireme {
 struct ZeroOptions {
   // 1: optimizer state is sharded. 2: gradients too; they are averaged by this class, not by DDP.
   int64_t stage = 1;
-  // Puts parameters into memory that the ranks of the host share, where that can be had.
+  // Whether parameters lie in memory that the ranks of the host share, where that can be had.
   bool host_params = true;
-  // Is kWhole for optimizers that need whole matrices; kDim0 if absent.
+  // How parameters are cut: kWhole for optimizers that need whole matrices; kDim0 if absent.
   std::optional<ShardPlacement> placement = std::nullopt;
-  // Lets fused_adam_step() sum up the gradients while it steps: .grad stays undefined, and two
+  // Whether fused_adam_step() sums up the gradients while it steps: .grad stays undefined, and two
   // passes over the shards are spared. Needs stage 2, and ranks that share memory. Costs a ring of
   // 4 N bytes per rank.
   bool fused_step = false;
 };
 
-// A parameter group for fused_adam_step(): what Adam keeps for this rank's shards of `parameters`.
-// Its lists are those of AdamLists, with steps on the CPU, or numbers.
+// A parameter group for fused_adam_step(): Adam's state of this rank's shards of `parameters`. Its
+// lists are those of AdamLists, with steps on the CPU, or numbers.
 struct FusedAdamGroup {
   std::vector<int64_t> parameters;
   std::vector<at::Tensor> exp_avgs;
@@ -75,10 +75,10 @@ struct FusedAdamGroup {
   AdamStepOptions options;
 };
 
-// What the caller knows when a step begins, and the other ranks may not.
+// This rank's knowledge when a step begins, which the other ranks may lack.
 struct ZeroStep {
   bool found_inf = false;  // in this rank's gradients
-  // A GradScaler has written each gradient in place, and autograd has counted so many writes of it.
+  // The in-place writes that autograd has counted for each gradient if a GradScaler has written it.
   std::optional<uint32_t> scaler_writes = std::nullopt;
 };
 
@@ -102,8 +102,8 @@ class TRIREME_API Zero {
   Zero(NamedParameters parameters, std::shared_ptr<Communicator> communicator,
        const ZeroOptions& options);
 
-  // Returns what this rank's optimizer works on: by parameter, its shard as a leaf with a storage
-  // of its own, without elements where it owns none.
+  // Returns the shards for this rank's optimizer: by parameter, a leaf with a storage of its own,
+  // without elements where the rank owns none.
   const std::vector<at::Tensor>& shards() const { return shards_; }
   const ShardPlan& plan() const { return *plan_; }
   const std::vector<ParameterInfo>& parameter_infos() const { return infos_; }
@@ -111,8 +111,8 @@ class TRIREME_API Zero {
   bool shares_parameters() const { return store_ != nullptr; }
 
   // Gives each shard the matching part of its parameter's .grad, if any. Returns false if any rank
-  // found an inf: nobody may step. Throws c10::Error on all ranks if one has changed a parameter
-  // or, under stage 2, a gradient in a way that the others cannot know. Collective.
+  // found an inf: then no rank may step. Throws c10::Error on all ranks if one has changed a
+  // parameter or, under stage 2, a gradient in a way that the others cannot know. Collective.
   bool begin_step(const ZeroStep& step = {});
   // Ends the step. Collective, after begin_step() also where nothing was written.
   void end_step();
@@ -121,8 +121,8 @@ class TRIREME_API Zero {
   void abandon_step(const std::string& reason) noexcept;
 
   // Between these two every rank may write parameters, all of them the same values: each writes a
-  // copy of its own (4 N bytes meanwhile), of which its shards become everybody's at the end.
-  // Collective.
+  // copy of its own (4 N bytes meanwhile), and at the end all take over the owner's copy of each
+  // shard. Collective.
   void begin_writing();
   void end_writing();
   bool is_writing() const { return writing_; }
@@ -140,14 +140,14 @@ class TRIREME_API Zero {
 
   // stage 2
 
-  // Says whether backwards average gradients; without, they accumulate on this rank.
+  // Sets whether backwards average gradients; if not, they accumulate on this rank.
   void set_synchronize(bool synchronize);
-  // These return the reducer, and what arms it; null under stage 1.
+  // Return the reducer, and its Arming; null under stage 1.
   GradReducer* reducer() { return reducer_.get(); }
   const std::shared_ptr<Arming>& arming() const { return arming_; }
 
-  // Says whether the last backward has left the sums of gradients to fused_adam_step(); summed()
-  // says of which parameters. gradients() makes them after all.
+  // Returns whether the last backward has left the sums of gradients to fused_adam_step(); summed()
+  // returns of which parameters. gradients() makes them after all.
   bool has_sums() const { return landing_ && landing_->has_sums(); }
   const std::vector<bool>& summed() const { return landing_->summed(); }
   // Sums up, averages and steps every shard that a group holds, between begin_step() and
@@ -156,18 +156,18 @@ class TRIREME_API Zero {
 
   // Returns this rank's part of the gradients of some parameters, for clip_grad_norm_
   // (grad_norm.h): its shards under stage 2, all of them under stage 1. begin_step() accepts what
-  // is written to them; what was wrong with them before, it refuses on all ranks.
+  // is written to them; earlier changes it refuses on all ranks.
   GradNormPart gradients(const std::vector<int64_t>& parameters) const;
   void zero_grad(bool set_to_none = true);
 
-  // Lets go of the parameters, which another Zero has taken over, of the store and of the hooks on
+  // Releases the parameters, which another Zero has taken over, the store and the hooks on
   // gradients. Under stage 2 it drops gradients, of which each rank has a part only. Nothing but
   // the destructor may be called then.
   void retire();
 
  private:
-  // What a rank sees when it comes to the gate; all are told the highest of everybody's. Only
-  // int64_t. Parameters by index.
+  // A rank's findings when it comes to the gate; all ranks get the highest of each. Only int64_t.
+  // Parameters by index.
   struct Flags {
     int64_t unfit_parameter = -1;
     int64_t changed_parameter = -1;
@@ -217,10 +217,10 @@ class TRIREME_API Zero {
   std::vector<at::Tensor> places_;  // where each whole parameter lies
   std::vector<at::Tensor> shards_;
   std::vector<int64_t> versions_;       // autograd's, of private parameters; a store keeps its own
-  std::vector<at::Tensor> own_memory_;  // what give_own_memory() gave, per parameter, or undefined
+  std::vector<at::Tensor> own_memory_;  // copies by give_own_memory(), per parameter, or undefined
   TensorSamples samples_;               // samples of places_; none while a step writes
   std::shared_ptr<TensorSamples> delivered_;  // samples of own gradients, under stage 2
-  // what stage 2 has
+  // stage 2 only
   std::shared_ptr<Arming> arming_;
   std::shared_ptr<ShardLanding> landing_;
   std::shared_ptr<GradReducer> reducer_;

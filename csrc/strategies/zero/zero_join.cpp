@@ -47,7 +47,7 @@ void ZeroJoin::set_join_divisor(double divisor) {
     if (core->reducer() != nullptr) core->reducer()->set_divisor(divisor);
 }
 
-// Under stage 1 gradients are scaled where they are whole, and come so to the others.
+// Under stage 1 each rank with inputs clips whole gradients, and the others get these.
 void ZeroJoin::before_clip(double max_norm, double norm_type, bool error_if_nonfinite) {
   if (join_ == nullptr || !averages()) return;
   join_->tell(*this, {kClip, 0, {max_norm, norm_type, error_if_nonfinite ? 1. : 0.}});
@@ -61,7 +61,7 @@ void ZeroJoin::before_step() {
   if (!averages()) share_gradients();
 }
 
-// With what this rank still has it has stepped.
+// Clears the gradients with which this rank has stepped already.
 void ZeroJoin::run_out() { optimizer_.zero_grad(); }
 
 void ZeroJoin::end_join(int64_t /*root*/) { join_->share_options({&optimizer_}); }
@@ -86,7 +86,8 @@ void ZeroJoin::share_gradients() const {
   for (const auto& group : optimizer_.param_groups())
     parameters.insert(parameters.end(), group.params().begin(), group.params().end());
 
-  // Says for each whether there is one, and its dtype. A step refuses what is not dense.
+  // Per parameter: 0 without a gradient, else 1 + its dtype. A step refuses gradients that are not
+  // dense.
   at::Tensor kinds = at::zeros({static_cast<int64_t>(parameters.size())}, at::kByte);
   auto* kind = kinds.mutable_data_ptr<uint8_t>();
   for (size_t i = 0; i < parameters.size(); ++i) {

@@ -9,9 +9,9 @@ namespace trireme {
 
 class ZeroOptimizer;
 
-// A sharded optimizer in a join. A rank that has run out steps its shards: under stage 2 with what
-// the others' backwards bring it, under stage 1 with the gradients that a rank with inputs has when
-// it steps. Either is scaled as it is there.
+// A sharded optimizer in a join. A rank that has run out steps its shards: under stage 2 with the
+// sums of the others' backwards, under stage 1 with the gradients that a rank with inputs has when
+// it steps. Either is scaled as on the ranks with inputs.
 class TRIREME_API ZeroJoin final : public Joinable {
  public:
   explicit ZeroJoin(ZeroOptimizer& optimizer) : optimizer_(optimizer) {}
@@ -19,7 +19,7 @@ class TRIREME_API ZeroJoin final : public Joinable {
   // The optimizer calls these first.
   void before_clip(double max_norm, double norm_type, bool error_if_nonfinite);
   void before_step();
-  // Throws ValueError in a join under stage 2, where parts of gradients are about to be given out.
+  // Throws ValueError in a join under stage 2, before gradients() returns parts of gradients.
   void refuse_parts() const;
 
   std::shared_ptr<Communicator> join_communicator() const override;

@@ -55,8 +55,8 @@ ZeroParameters::ZeroParameters(const torch::nn::Module& module)
   groups.emplace_back(named.tensors);
 }
 
-// Two optimizers over one parameter would both write it. Until settle() what this has taken goes
-// back to who had it before.
+// Two optimizers over one parameter would both write it. A claim that is destroyed before settle()
+// gives its parameters back to their owners before.
 class ZeroOptimizer::Claim {
  public:
   explicit Claim(ZeroOptimizer& owner) : owner_(owner) {}
@@ -84,7 +84,7 @@ class ZeroOptimizer::Claim {
     owner = &owner_;
     return true;
   }
-  // Lists the owners before by parameter, in the order of add(); null where it was free.
+  // Returns the owners before by parameter, in the order of add(); null where it was free.
   const std::vector<std::pair<at::Tensor, ZeroOptimizer*>>& taken() const { return taken_; }
   // Retires the owners before.
   void settle() {
@@ -134,7 +134,8 @@ ZeroOptimizer::ZeroOptimizer(ZeroParameters parameters, Setup setup)
 
 ZeroOptimizer::~ZeroOptimizer() = default;
 
-// What one rank cannot make none has: that rank raises its own error, the others one naming it.
+// Makes something on all ranks or on none: a rank that cannot raises its own error, the others one
+// that names it.
 void ZeroOptimizer::make_together(const std::function<void()>& make) {
   const auto failed = run_together(make, *communicator_, parameters_.front().device());
   if (!failed) return;
@@ -205,7 +206,7 @@ const std::vector<std::unique_ptr<Zero>>& ZeroOptimizer::live_cores() const {
   return cores_;
 }
 
-// A group's shards on this rank, with its options.
+// Returns a group's shards on this rank, with its options.
 OptimizerParamGroup ZeroOptimizer::local_group(size_t group) const {
   const std::vector<ShardedParameter> all = sharded_parameters();
   auto index = static_cast<size_t>(std::accumulate(
@@ -262,7 +263,7 @@ at::Tensor ZeroOptimizer::step(LossClosure closure) {
   return loss;
 }
 
-// Steps what the last backward has left to be summed up (fused_step).
+// Steps the shards whose gradients the last backward has left to be summed up (fused_step).
 void ZeroOptimizer::step_sums() {
   size_t group = 0;
   size_t parameter = 0;  // index among all
@@ -292,7 +293,7 @@ void ZeroOptimizer::step_sums() {
   }
 }
 
-// An exception that leaves `call` is what ranks raise with that wait for this one.
+// Calls `call`; ranks that wait for this one raise with an exception that leaves it.
 void ZeroOptimizer::or_abandon(const std::function<void()>& call) {
   try {
     call();

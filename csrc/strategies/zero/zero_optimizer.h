@@ -1,9 +1,9 @@
 #pragma once
 
 #include <trireme/comm/communicator.h>
-#include <trireme/optim/flat_optimizer.h>
 #include <trireme/grad/step_report.h>
 #include <trireme/module/module_parameters.h>
+#include <trireme/optim/flat_optimizer.h>
 #include <trireme/saving/held_parts.h>
 #include <trireme/strategies/zero/consolidated_state.h>
 #include <trireme/strategies/zero/zero.h>
@@ -26,7 +26,7 @@ class Module;
 
 namespace trireme {
 
-// What an optimizer is made of, and what messages call it.
+// The parameters of an optimizer, and their names in messages.
 struct TRIREME_API ZeroParameters {
   // NOLINTBEGIN(google-explicit-constructor): one parameter of the optimizer, whatever it is
   ZeroParameters(std::vector<at::Tensor> parameters);
@@ -38,35 +38,36 @@ struct TRIREME_API ZeroParameters {
 
   std::vector<torch::optim::OptimizerParamGroup> groups;
   NamedParameters named;  // parameters of all groups, in their order
-  // Where a module in it averages gradients by itself.
+  // The name of a module inside that averages gradients by itself, if there is one.
   std::optional<std::string> averaging_module = {};
 };
 
 // ZeroRedundancyOptimizer<Optimizer> for any `Optimizer`: the part of it that is no template. See
 // zero_redundancy_optimizer.h.
 //
-// A parameter belongs to one of them. One that is made over all parameters of another, or gets them
-// by add_param_group(), takes over: the other one keeps what consolidate() brought, and throws from
-// every other function. Throws ValueError for some of its parameters only.
+// A parameter belongs to one optimizer. An optimizer that is made over all parameters of another,
+// or gets them by add_param_group(), takes over: the other one keeps what consolidate() brought,
+// and throws from every other function. Throws ValueError for only some of another one's
+// parameters.
 class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public ShardedOptimizer {
  public:
   ~ZeroOptimizer() override;
   ZeroOptimizer(const ZeroOptimizer&) = delete;
   ZeroOptimizer& operator=(const ZeroOptimizer&) = delete;
 
-  // One step of all ranks together; when it returns every parameter is whole. Collective. `closure`
-  // is called once, before anything is written. Throws c10::Error on all ranks if a parameter was
-  // written outside or, under stage 2, a gradient changed; c10::DistBackendError if another rank
-  // failed in its step.
+  // Makes one step of all ranks together; when it returns every parameter is whole. Collective.
+  // `closure` is called once, before anything is written. Throws c10::Error on all ranks if a
+  // parameter was written outside or, under stage 2, a gradient changed; c10::DistBackendError if
+  // another rank failed in its step.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  // These do what torch's do, which they hide. add_param_group() is collective; called through
+  // Do the same as torch's, which they hide. add_param_group() is collective; called through
   // torch::optim::Optimizer it shards nothing, and step() refuses.
   void zero_grad(bool set_to_none = true);
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
 
-  // Scales the gradients of all parameters to a common norm of at most `max_norm`; returns what it
-  // was, the same on all ranks. See optim/grad_norm.h. Collective under stage 2.
+  // Scales the gradients of all parameters to a common norm of at most `max_norm`; returns the norm
+  // before, the same on all ranks. See optim/grad_norm.h. Collective under stage 2.
   at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0,
                              bool error_if_nonfinite = false);
   // Returns this rank's part of the gradients, for trireme::clip_grad_norm_() over several
@@ -74,7 +75,7 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public Sharded
   // that.
   std::vector<GradNormPart> gradients() const;
 
-  // Stage 2. Backwards while the guard lives only accumulate on this rank; the first one after it
+  // Makes backwards, while the guard lives, only accumulate on this rank; the first one after it
   // averages what has come together. Throws ValueError under stage 1, where DDP has a no_sync().
   class NoSync {
    public:
@@ -91,7 +92,7 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public Sharded
 
   // While the guard lives every rank may write parameters in place, all of them the same values:
   //   { auto writing = optimizer.writing(); torch::load(net, "net.pt"); }
-  // Collective at both ends, which wait until nobody reads the parameters and until all have
+  // Collective at both ends, which wait until no rank reads the parameters and until all have
   // written; either may throw as step() does. Where an exception ends it the other ranks raise.
   class Writing {
    public:
@@ -106,7 +107,8 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public Sharded
   };
   [[nodiscard]] Writing writing() { return Writing(*this); }
 
-  // Stage 2: where the time of the last synchronized backward went. Throws ValueError under 1.
+  // Returns, under stage 2, where the time of the last synchronized backward went. Throws
+  // ValueError under stage 1.
   StepReport last_step() const;
 
   // Calls `train`, whose loop may have another number of inputs on each rank; see sync/join.h:
@@ -115,7 +117,7 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public Sharded
   void join(const std::function<void()>& train, const JoinOptions& options = {}) {
     trireme::join({*this}, train, options);
   }
-  // Is what trireme::join() takes.
+  // Returns what trireme::join() takes.
   Joinable& joinable() {
     live_cores();
     return join_;
@@ -124,8 +126,8 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public Sharded
   // Brings the state of all shards to rank `to`, where save() then writes it. Collective. Costs the
   // state of all ranks once, on the wire and in the memory of `to`.
   void consolidate(int64_t to = 0);
-  // What consolidate() brought here last, as the plain optimizer over the same parameters writes
-  // and reads it. Throws ValueError where that is nothing.
+  // Writes what consolidate() brought here last, as the plain optimizer over the same parameters
+  // writes and reads it. Throws ValueError where that is nothing.
   void save(torch::serialize::OutputArchive& archive) const override;
   // Takes this rank's part of such an archive, be it ours, of any number of ranks, or the plain
   // optimizer's; on all ranks. Throws ValueError if it belongs to other parameters.
@@ -134,14 +136,14 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public Sharded
   // Returns this rank's optimizer, over its shards. It holds the state; state() of this object is
   // empty.
   torch::optim::Optimizer& local() { return *local_; }
-  // Lists one per constructor and add_param_group().
+  // Returns the cores, one per constructor and add_param_group().
   const std::vector<std::unique_ptr<Zero>>& cores() const { return cores_; }
 
  protected:
   using MakeLocal = std::function<std::unique_ptr<torch::optim::Optimizer>(
       const std::vector<torch::optim::OptimizerParamGroup>&)>;
-  // count_step() of an `Inner` that the fused step can stand in for: of the local optimizer, for
-  // some shards of one of its groups.
+  // The count_step() of an `Inner` that the fused step can stand in for: of the local optimizer,
+  // for some shards of one of its groups.
   using CountStep = std::function<optim::AdamStates(torch::optim::Optimizer& local, size_t group,
                                                     const std::vector<at::Tensor>& shards)>;
   struct Setup {
@@ -162,7 +164,7 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public Sharded
   void end_writing() override;
   void abandon_writing(const std::string& reason) noexcept override { abandon(reason); }
 
-  // Says that parameters are ours, until destroyed.
+  // A claim that parameters are ours, until destroyed.
   class Claim;
 
   void add_core(NamedParameters parameters);

@@ -18,12 +18,14 @@
 
 namespace trireme {
 
-// LBFGS needs all parameters at once and calls its closure while it writes them.
+// Any optimizer but LBFGS, which needs all parameters at once and calls its closure while it
+// writes.
 template <typename Optimizer>
 concept Shardable = std::derived_from<Optimizer, torch::optim::Optimizer> &&
                     !std::derived_from<Optimizer, torch::optim::LBFGS>;
 
-// Each element is treated by itself, so that a slice of a parameter is as good as all of it.
+// Whether each element is treated by itself, so that a slice of a parameter is as good as all of
+// it.
 template <typename Optimizer>
 inline constexpr bool kIsElementwise =
     (std::same_as<Optimizer, torch::optim::Adagrad> ||
@@ -57,9 +59,9 @@ inline constexpr bool kIsElementwise =
 // as `Inner`; use the optimizer's zero_grad() with it, which forgets what was not stepped with.
 //
 // Construct it on every rank, in the same order; destroy it before the Context shuts down. Where
-// ranks share the parameters' memory they do so after it is gone: clone them before anything else
-// than another sharded optimizer steps them. What else it costs, throws and guarantees:
-// zero_optimizer.h, zero.h.
+// ranks share the parameters' memory they do so after the optimizer is gone: clone them before
+// anything else than another sharded optimizer steps them. What else it costs, throws and
+// guarantees: zero_optimizer.h, zero.h.
 template <Shardable Inner>
 class ZeroRedundancyOptimizer final : public ZeroOptimizer {
  public:

@@ -3,8 +3,8 @@
 #include <bit>
 #include <limits>
 
-// What no version tells: writes through `.data` to parameters and gradients. See [Note: the step of
-// a sharded optimizer] in zero.h, and [Note: samples] in memory/tensor_samples.h.
+// Finds writes that no version tells: through `.data`, to parameters and gradients. See [Note: the
+// step of a sharded optimizer] in zero.h, and [Note: samples] in memory/tensor_samples.h.
 
 namespace trireme {
 
@@ -29,7 +29,7 @@ void Zero::watch_gradients() {
   reducer_->set_delivered_callback([this, alive = std::weak_ptr<TensorSamples>(delivered_)](
                                        const std::vector<int64_t>& parameters) {
     const auto delivered = alive.lock();
-    if (!delivered) return;  // nor is there this
+    if (!delivered) return;  // then this is gone, too
     for (const int64_t parameter : parameters)
       delivered->read(static_cast<size_t>(parameter),
                       gradient_memory(static_cast<size_t>(parameter)));

@@ -55,9 +55,9 @@ void Zero::give_own_memory(const std::vector<int64_t>& parameters) {
   }
 }
 
-// Compares, per parameter, a number that no rank gives to other values, 0 where it was not moved:
-// the highest and the lowest of the ranks must be one. It is a collective only where some rank has
-// moved one.
+// Compares, per parameter, a number: 0 where it was not moved, else a hash of its values, or 1 if
+// any will do. The highest and the lowest of the ranks must be equal. It is a collective only where
+// some rank has moved one.
 void Zero::agree_on_moved(const Flags& flags, Moved expected) {
   if (flags.moved_parameter < 0) return;
   const auto numel = static_cast<int64_t>(parameters_.size());
@@ -88,8 +88,8 @@ void Zero::agree_on_moved(const Flags& flags, Moved expected) {
   }
 }
 
-// Gives each rank copies: what reads before it writes (mul_, and normal_, which writes twice) would
-// meet what another rank has written already.
+// Gives each rank copies: an operation that reads before it writes (mul_, and normal_, which writes
+// twice) would meet what another rank has written already.
 void Zero::begin_writing() {
   const at::NoGradGuard no_grad;
   const Flags flags = meet(look_at_parameters(), "step gate: before writing");

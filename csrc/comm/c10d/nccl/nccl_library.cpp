@@ -3,8 +3,8 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
-// This is the one file that needs NCCL's and CUDA's headers (the wheels that torch depends on have
-// them) and libtorch_cuda.
+// The one file that needs NCCL's and CUDA's headers (the wheels that torch depends on have them)
+// and libtorch_cuda.
 extern "C" TRIREME_API void trireme_make_nccl_backend(const trireme::NcclRequest& request,
                                                       c10::intrusive_ptr<c10d::Backend>& backend) {
   auto options = c10d::ProcessGroupNCCL::Options::create();

@@ -19,7 +19,7 @@
 namespace trireme {
 namespace {
 
-// Carries the loss to all ranks: what the rank of the last stage says, and zeros of the others.
+// One rank's share of the loss, summed over ranks: the loss of the last stage, and parts of layers.
 struct LossMessage {
   double value = 0;
   double dtype = 0;
@@ -151,8 +151,8 @@ PipelineRunner::Evaluation PipelineEngine::Row::run_row(std::vector<PipelineValu
                                                         const Mode& mode) {
   const auto started = Timed::Clock::now();
   begin(std::move(inputs), mode);
-  // Strategies average what backwards bring, and what they send away is out of reach afterwards:
-  // then losses are divided, in place of gradients.
+  // Strategies average during backwards, and gradients that are sent away are out of reach
+  // afterwards: then losses are divided, in place of gradients.
   divides_losses_ = mode.trains && !mode.is_pass && find_divided_losses(mode);
   const bool is_divided = divides_losses_ && options_.scale_grads;
   const double divisor = is_divided ? static_cast<double>(schedule_.micro_batches) : 1;
@@ -218,7 +218,7 @@ void PipelineEngine::Row::backward_pass(KeptRow& kept, const PassBackward& backw
   for (size_t i = 0; i < stages_.size(); ++i) stages_[i]->put_live(std::move(kept.live[i]));
   skips_->set_due(kept.due);
   pass_ = &backward;
-  // Who keeps the graph takes it back, also after a failure.
+  // `kept` gets the graphs back, also after a failure.
   const auto take_back = [&] {
     pass_ = nullptr;
     for (size_t i = 0; i < stages_.size(); ++i) kept.live[i] = stages_[i]->take_live();

@@ -19,14 +19,14 @@
 
 namespace trireme {
 
-// Is what a row keeps of a pass between its forwards and its backwards.
+// A row's state of a pass, between its forwards and its backwards.
 struct KeptRow {
-  std::vector<std::vector<Stage::Live>> live = {};  // has those of each stage of the row
+  std::vector<std::vector<Stage::Live>> live = {};  // per stage of the row
   std::vector<std::vector<bool>> due = {};          // see SkipEdges
 };
 
-// Runs the actions of one row; see the note in engine.h. Its functions are in two sources: what
-// there is around the actions of a step, and the actions (row_actions.cpp).
+// Runs the actions of one row; see the note in engine.h. Its functions are in two sources: those
+// around the actions of a step (row.cpp), and the actions (row_actions.cpp).
 class PipelineEngine::Row {
  public:
   Row(PipelineSchedule schedule, std::vector<PipelineStageRequest> stages,
@@ -46,7 +46,7 @@ class PipelineEngine::Row {
 
   void recover();
 
-  // Says what a run does: a step, an evaluation, or one half of a pass.
+  // The kind of a run: a step, an evaluation, or one half of a pass.
   struct Mode {
     bool trains = false;
     bool synchronizes = false;
@@ -68,11 +68,11 @@ class PipelineEngine::Row {
   void backward_pass(KeptRow& kept, const PassBackward& backward);
 
  private:
-  // Is an action of this rank that has something to do here.
+  // An action of this rank that computes.
   struct RowAction {
     ActionKind kind;
     Stage* stage;
-    size_t place;  // the stage's among those of this rank
+    size_t place;  // index of the stage among those of this rank
     int64_t micro_batch;
     std::string label;  // in words
     std::string trace;
@@ -82,14 +82,14 @@ class PipelineEngine::Row {
 
   void add(const PipelineAction& action, bool is_recomputed);
 
-  // Says whether any rank divides losses in place of gradients.
+  // Returns whether any rank divides losses in place of gradients.
   bool find_divided_losses(const Mode& mode);
 
   // Marks the last action of each stage. Returns the places of stages in the order in which these
   // complete.
   std::vector<size_t> mark_last_actions();
 
-  // Tells the others of what it throws.
+  // Tells the other ranks what it throws.
   Evaluation run_or_give_up(std::vector<PipelineValue> inputs, const Mode& mode);
   Evaluation run_row(std::vector<PipelineValue> inputs, const Mode& mode);
   void begin(std::vector<PipelineValue> inputs, const Mode& mode);
@@ -111,24 +111,24 @@ class PipelineEngine::Row {
 
   void count_sent(StageReport& report, int64_t to, const std::vector<at::Tensor>& tensors) const;
 
-  // Looks in the graph of a micro-batch for gradients that nobody has told of.
+  // Looks in the graph of a micro-batch for leaves that are no parameters of a stage.
   void look_for_unlisted(const RowAction& action);
 
   void keep_loss(int64_t micro_batch, const at::Tensor& loss);
   void keep_part_of_loss(const RowAction& action, StageLoss part);
 
-  // Takes the loss to all ranks, once all have finished, with what layers of any stage had of it.
-  // Losses are added up one after the other: mean() would add them in another order, and so round
-  // otherwise than a loop in one process.
+  // Returns the loss on all ranks, once all have finished, with the parts that layers of any stage
+  // added. Losses are added up one after the other: mean() would add them in another order, and so
+  // round otherwise than a loop in one process.
   at::Tensor finish();
 
   void make_report(double step_ms);
 
-  // Returns what a micro-batch took in a stage of this rank, mean over these, for all stages. A
-  // backward in one piece counts half as I and half as W.
+  // Returns the times of the last step, summed up over the stages of this rank, as the costs of
+  // every stage: only their ratios count. A backward in one piece counts half as I and half as W.
   ScheduleCosts measured_costs() const;
 
-  // Tells the others why this rank leaves the step, and drops what it has of it.
+  // Tells the other ranks why this rank leaves the step, and drops its state of the step.
   std::string give_up(const std::string& why) noexcept;
 
   PipelineSchedule schedule_;
@@ -156,10 +156,10 @@ class PipelineEngine::Row {
   std::vector<at::Tensor> parts_of_loss_;  // what layers of this rank added, in all micro-batches
   int64_t losses_without_graph_ = 0;       // micro-batches
   int64_t parts_with_graph_ = 0;
-  bool lacks_graph_ = false;  // nobody's part of the loss has one
+  bool lacks_graph_ = false;  // no loss, and no part of it, has one on any rank
   Evaluation result_;
   std::vector<PassLoss> pass_losses_;
-  const PassBackward* pass_ = nullptr;  // is the one whose backward runs
+  const PassBackward* pass_ = nullptr;  // the one whose backward runs
 };
 
 }  // namespace trireme

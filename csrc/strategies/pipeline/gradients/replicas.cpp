@@ -47,7 +47,7 @@ void PipelineReplicas::begin_step(int64_t step, bool averages) {
 void PipelineReplicas::average(const Tensors& parameters, const std::string& label) {
   if (parameters.empty()) return;
   const at::NoGradGuard no_grad;
-  // Holds how many copies have a gradient, and how many a sparse one.
+  // Per parameter, how many copies have a gradient, and how many a sparse one.
   at::Tensor found = at::zeros({2, static_cast<int64_t>(parameters.size())}, at::kDouble);
   auto* here = found.mutable_data_ptr<double>();
   for (size_t i = 0; i < parameters.size(); ++i) {

@@ -17,8 +17,8 @@ namespace trireme {
 // [Note: copies of a pipeline]
 //
 // Each copy of a pipeline has the same stages on as many ranks, and trains on a batch of its own.
-// The ranks that hold the same stages are a group. Here they average gradients, as
-// DistributedDataParallel does whose backwards are all in no_sync() but for the last micro-batch:
+// The ranks that hold the same stages are a group. Here they average gradients, like a
+// DistributedDataParallel whose backwards are all in no_sync() but for the last micro-batch:
 //
 // * A stage is averaged when its last backward is done, while others still compute. All copies run
 //   the same table, so that they come to the same collectives in the same order, and wait for each
@@ -45,7 +45,7 @@ class TRIREME_API PipelineReplicas {
   bool exist() const { return communicator_ != nullptr && communicator_->world() > 1; }
   Communicator& communicator() { return *communicator_; }
 
-  // Gives tensors of the first copy to all. Collective.
+  // Broadcasts tensors of the first copy to all. Collective.
   void spread(const std::vector<at::Tensor>& tensors);
 
   // Collective. Throws ValueError on all copies where one averages and another one does not.
@@ -53,12 +53,12 @@ class TRIREME_API PipelineReplicas {
 
   // Begins to average .grad of `parameters`, the same ones on all copies. Collective.
   void average(const std::vector<at::Tensor>& parameters, const std::string& label);
-  // Ends that: .grad holds averages.
+  // Waits for the averages: .grad then holds them.
   void finish();
   void abandon() { in_flight_.clear(); }
 
  private:
-  // Is what one collective sums.
+  // The tensors that one collective sums.
   struct Reduction {
     std::vector<at::Tensor> parameters = {};
     std::vector<at::Tensor> sums = {};  // .grad of each, or a dense or contiguous copy
@@ -68,7 +68,7 @@ class TRIREME_API PipelineReplicas {
   void launch(Reduction reduction, const std::string& label);
 
   std::shared_ptr<Communicator> communicator_;
-  std::unique_ptr<Across> across_;  // gradients leave this rank by it; null for one copy alone
+  std::unique_ptr<Across> across_;  // sums gradients over the copies; null for one copy alone
   std::vector<Reduction> in_flight_;
 };
 

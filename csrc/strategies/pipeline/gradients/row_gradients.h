@@ -17,9 +17,9 @@
 
 namespace trireme {
 
-// Brings the gradients that a row makes to their end: over copies of the pipeline, over stages that
-// share parameters, divided by the number of micro-batches, and added to what .grad held. Gradients
-// of parameters that belong to a strategy are left to that.
+// Finishes the gradients that a row makes: averages them over copies of the pipeline, sums them
+// over stages that share parameters, divides them by the number of micro-batches, and adds them to
+// what .grad held. Gradients of parameters that belong to a strategy are left to it.
 //
 // `place` counts the stages of this rank. One thread at a time.
 class RowGradients {
@@ -29,9 +29,9 @@ class RowGradients {
   RowGradients(const PipelineSchedule& schedule, const std::vector<PipelineStageRequest>& stages,
                Communicator& communicator, const PipelineEngineOptions& options);
 
-  // Says in which order stages complete their gradients.
+  // Sets the order in which stages complete their gradients.
   void set_order(std::vector<size_t> places) { order_ = std::move(places); }
-  // Throws ValueError where a tied one is missing.
+  // Throws ValueError where a tied parameter is missing.
   void set_parameters(size_t place, NamedParameters parameters,
                       std::vector<std::shared_ptr<HeldBackwards>> strategies);
   std::vector<at::Tensor> later_copies() const { return tied_.later_copies(); }
@@ -50,22 +50,22 @@ class RowGradients {
     bool divides = true;
   };
   void begin_step(const Step& step);
-  // Has the gradients of what layers use without having it.
+  // Returns the gradients of leaves that layers use but do not register.
   UnlistedGradients& unlisted() { return *unlisted_; }
   void before_last_backward(size_t place) { strategies_[place].before_last_backward(); }
   void after_last_backward(size_t place);
-  // Ends what needs other ranks.
+  // Finishes the sums that need other ranks.
   void finish_row();
   void end_step();
   void abandon(const std::string& why) noexcept;
 
  private:
-  // Is what a rank knows of one of its stages.
+  // The parameters of one stage of this rank.
   struct StageParameters {
     int64_t stage = 0;
     std::vector<at::Tensor> all = {};
     std::vector<at::Tensor> own = {};       // without those of strategies
-    std::vector<at::Tensor> complete = {};  // what of it no later stage has, nor is tied
+    std::vector<at::Tensor> complete = {};  // own ones, not tied, that no later stage has
   };
 
   void list_for_unlisted();
@@ -85,9 +85,9 @@ class RowGradients {
   std::vector<at::Tensor> buffers_;
   StepGradients gradients_;
   std::shared_ptr<UnlistedGradients> unlisted_;
-  bool ends_unlisted_;  // else rows on threads share them, and who runs these ends them
+  bool ends_unlisted_;  // else rows on threads share them, and RowThreads ends them
   Step step_;
-  bool buffers_may_differ_ = false;  // copies have trained since they were equal
+  bool buffers_may_differ_ = false;  // the last step synchronized: the next one broadcasts buffers
 };
 
 }  // namespace trireme

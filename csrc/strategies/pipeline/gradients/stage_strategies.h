@@ -11,9 +11,9 @@
 
 namespace trireme {
 
-// Leads the strategies that average gradients of a stage: DistributedDataParallel, ZeRO 2 and
-// fully_shard around its layers or their parameters. They hold back in all backwards of a step but
-// the last one.
+// Controls the strategies that average gradients of a stage: DistributedDataParallel, ZeRO 2 and
+// fully_shard around its layers or their parameters. They are held back in all backwards of a step
+// but the last one.
 class StageStrategies {
  public:
   // `given` are those that held_backwards_of() does not find.
@@ -21,13 +21,14 @@ class StageStrategies {
       : given_(std::move(given)) {}
 
   bool has_given() const { return !given_.empty(); }
-  // Looks for them, and holds them back. Returns the parameters that they leave to the pipeline.
+  // Finds the strategies, and holds them back. Returns the parameters that they leave to the
+  // pipeline.
   std::vector<at::Tensor> begin_step(const std::vector<at::Tensor>& parameters);
   bool exist() const { return !held_.empty(); }
   void before_last_backward();
   void after_last_backward();
   void end_step();
-  // Tells the ranks that strategies average with, and ends the step.
+  // Announces the failure to the ranks that strategies average with, and ends the step.
   void abandon(const std::string& why) noexcept;
 
  private:

@@ -14,7 +14,7 @@ namespace trireme {
 at::Tensor sum_of(at::Tensor total, const at::Tensor& gradient);
 
 // Divides what a step adds to .grad, and not what was there before it: that is set aside until the
-// step ends, and is there again after a step that failed.
+// step ends, and is restored after a step that failed.
 class StepGradients {
  public:
   // Sets aside what .grad of `parameters` holds. One that is named twice counts once.
@@ -22,7 +22,7 @@ class StepGradients {
   // Divides what the step made for some of them, and adds a copy of what was set aside, now
   // already. Parameters that begin() was not told of are left alone.
   void add_earlier(const std::vector<at::Tensor>& parameters, int64_t divisor);
-  // Says that .grad of these holds all that it is to hold.
+  // Marks .grad of these parameters as complete.
   void set_whole(const std::vector<at::Tensor>& parameters);
   // Divides what the step made, and adds it to what was there, which stays the same tensor. What
   // add_earlier() did is not done again.

@@ -22,15 +22,15 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 
 constexpr int64_t kSampled = 16;  // elements of a copy that are compared
-// Is how far copies may be from each other, relative to the largest element that is compared.
+// The largest difference between copies, relative to the largest element that is compared.
 constexpr double kTolerance = 0.05;
 
-// Are the kinds of gradients in a message, behind what describe() says of the parameter.
+// The kinds of gradients in a message, behind what describe() says of the parameter.
 constexpr char kNone = 'n';
 constexpr char kDense = 'd';
 constexpr char kSparse = 's';
 
-// Says what copies have alike.
+// Describes what must be equal in all copies.
 std::string describe(const at::Tensor& parameter) {
   return c10::str(parameter.scalar_type(), " ", parameter.sizes(),
                   parameter.requires_grad() ? "" : ", frozen");
@@ -290,7 +290,7 @@ void TiedParameters::add_up(int64_t step) {
   for (const Link& link : links_)
     if (link.later_rank == where_.rank) link.gradients_to->send(pack(link, step), label);
 
-  // Lists, for each parameter whose first copy is here, what its later holders have.
+  // Gradients of the later holders, for each parameter whose first copy is here.
   std::map<size_t, Tensors> others;
   for (const Link& link : links_) {
     if (link.first_rank != where_.rank) continue;

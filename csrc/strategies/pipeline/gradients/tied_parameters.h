@@ -15,14 +15,14 @@
 
 namespace trireme {
 
-// Lists the parameters of a stage. One may be there under several names.
+// The parameters of a stage. One may be there under several names.
 struct StageTensors {
   int64_t rank = 0;
   std::vector<std::string> names = {};
   std::vector<at::Tensor> tensors = {};
 };
 
-// Is one parameter that stages of several ranks have.
+// One parameter that stages of several ranks have.
 struct TiedParameter {
   struct Holder {
     int64_t stage = 0;
@@ -49,8 +49,8 @@ TRIREME_API std::vector<TiedParameter> find_tied(const std::vector<StageTensors>
 // Keeps copies of tied parameters equal. One thread at a time.
 //
 // Cost of a step: a message from each rank that holds tied parameters to that of their first stage,
-// and one back, with the gradients of all that both hold; these two wait in the memory of channels
-// between steps, where ranks share that.
+// and one back, with the gradients of all that both hold. Where ranks share memory, the channels
+// keep the memory of these two between steps.
 class TRIREME_API TiedParameters {
  public:
   // Collective; all ranks give the same schedule and parameters. Throws ValueError for holders that
@@ -58,12 +58,11 @@ class TRIREME_API TiedParameters {
   TiedParameters(const PipelineSchedule& schedule, std::vector<TiedParameter> tied,
                  Communicator& communicator);
 
-  // Says what the parameters of a stage of this rank are. Returns what is missing among them, or
-  // nothing.
+  // Sets the parameters of a stage of this rank. Returns what is missing among them, or nothing.
   std::string set_parameters(int64_t stage, const NamedParameters& parameters);
 
-  // Gives all copies the values of the first. Collective; to be called once all stages have said
-  // their parameters. Throws ValueError on all ranks where one misses a parameter, or has it with
+  // Gives all copies the values of the first. Collective; called once set_parameters() was called
+  // for all stages. Throws ValueError on all ranks where one misses a parameter, or has it with
   // another dtype or other sizes.
   void spread_values();
 
@@ -73,8 +72,8 @@ class TRIREME_API TiedParameters {
   void add_up(int64_t step);
   void send_sums(int64_t step);
 
-  // Return this rank's copies: those of earlier stages on other ranks, and those that are first.
-  // Whoever counts each parameter once leaves out the former.
+  // Return this rank's copies: those of earlier stages on other ranks, and those that are first. A
+  // count of each parameter once leaves out the former.
   std::vector<at::Tensor> later_copies() const { return copies(/*are_first=*/false); }
   std::vector<at::Tensor> first_copies() const { return copies(/*are_first=*/true); }
 
@@ -84,12 +83,12 @@ class TRIREME_API TiedParameters {
   }
 
  private:
-  // Is what a message carries of a parameter.
+  // One parameter in a message.
   struct Item {
     size_t tied;    // its place in tied_
     size_t holder;  // the later one of the two
   };
-  // Joins the rank of first copies with one that has later ones.
+  // The channels between the rank of first copies and one that has later ones.
   struct Link {
     int64_t first_rank;
     int64_t later_rank;
@@ -107,7 +106,7 @@ class TRIREME_API TiedParameters {
   std::string complaint() const;
   void compare_descriptions();
   TensorMessage pack(const Link& link, int64_t step) const;
-  // Returns the gradients in a message, which still lie there, after comparing copies.
+  // Compares copies, and returns the gradients, which still lie in the message.
   std::vector<at::Tensor> unpack(const Link& link, TensorMessage message) const;
   void check_copy(const Item& item, const std::string& description, const at::Tensor& sample) const;
   std::vector<at::Tensor> copies(bool are_first) const;

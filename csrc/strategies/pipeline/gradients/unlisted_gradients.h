@@ -25,7 +25,7 @@ namespace trireme {
 // The gradients of a step that come to leaves which are no parameters of any stage. Thread-safe.
 class TRIREME_API UnlistedGradients {
  public:
-  // Says which leaves are parameters of stages. Not while a step runs.
+  // Sets which leaves are parameters of stages. Not while a step runs.
   void set_listed(const std::vector<at::Tensor>& parameters);
   // Looks for leaves behind `roots`; if it `takes` them, what .grad holds is set aside until the
   // step ends. Returns whether there is a node that sends gradients elsewhere

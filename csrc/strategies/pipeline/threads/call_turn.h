@@ -12,11 +12,10 @@ namespace trireme {
 
 // [Note: calls of several threads]
 //
-// What a call hands to the functions of stages, its batch and what they leave behind, belongs to
-// the pipeline: so calls, and backwards of passes, come one after the other. In one process a call
-// waits for those before it. Over ranks nobody may wait: threads come in another order on each
-// rank, and ranks would run batches that do not belong together. There a call during another one
-// ends both, on all ranks.
+// The batch of a call, and what functions of stages leave behind, belong to the pipeline: so calls,
+// and backwards of passes, come one after the other. In one process a call waits for those before
+// it. Over ranks no call may wait: threads come in another order on each rank, and ranks would run
+// batches that do not belong together. There a call during another one ends both, on all ranks.
 
 // The turn of a call of a pipeline.
 class TRIREME_API CallTurn {
@@ -24,7 +23,7 @@ class TRIREME_API CallTurn {
   // `ranks` of a pipeline over ranks; null in one process.
   explicit CallTurn(std::shared_ptr<Communicator> ranks = nullptr) : ranks_(std::move(ranks)) {}
 
-  // Waits for the calls before this one, and for as long lets signal handlers run. Throws what
+  // Waits for the calls before this one, and lets signal handlers run meanwhile. Throws what
   // expect_call() of a runner does; c10::Error for a call from within another one of this thread,
   // and, over ranks, for a call during another one. Called without the GIL.
   void take(const PipelineRunner* runner);

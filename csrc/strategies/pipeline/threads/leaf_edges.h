@@ -17,21 +17,21 @@ namespace trireme {
 // gradients over instead of adding them to .grad. In both cases gradients must not come to the
 // parameter itself. Its module runs as it is, and no hook of the parameter is to run twice. So the
 // graph of a micro-batch is recorded with the parameter, and then led to a stand-in: a leaf with
-// the same memory, whose .grad nobody else sees.
+// the same memory, whose .grad only the pipeline sees.
 
-// Leads graphs to other leaves than those with which they were recorded.
+// Redirects graphs to other leaves than those with which they were recorded.
 class TRIREME_API LeafEdges {
  public:
   // Lets gradients of `leaf` come to `stand_in`.
   void add(const at::Tensor& leaf, const at::Tensor& stand_in);
   bool empty() const { return stand_ins_.empty(); }
 
-  // Changes the edges behind `roots`, and these. Nobody else may run through the graph meanwhile.
+  // Redirects `roots`, and the edges behind them. No other thread may walk the graph meanwhile.
   void redirect(torch::autograd::edge_list& roots) const;
 
  private:
   struct StandIn {
-    torch::autograd::Edge leaf;  // keeps its node, by which it is found
+    torch::autograd::Edge leaf;  // keeps the node alive, by which it is found
     torch::autograd::Edge edge;
   };
   const torch::autograd::Edge* find(const torch::autograd::Edge& edge) const;

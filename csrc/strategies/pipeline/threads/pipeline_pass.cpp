@@ -109,7 +109,7 @@ at::Tensor PipelinePass::enter(const at::Tensor& input, int64_t micro_batch) {
 std::vector<PipelineValue> PipelinePass::forward(std::vector<PipelineValue> inputs,
                                                  std::function<void(bool)> around_backward) {
   around_backward_ = std::move(around_backward);
-  // A forward that a checkpoint repeats has had its parts of the loss before.
+  // A forward that a checkpoint repeats has added its parts of the loss before.
   const bool repeats = repeats_forward();
   std::vector<StageLoss>* receiver = repeats ? nullptr : LossScope::current();
   PassOutputs found =
@@ -153,8 +153,8 @@ std::vector<PipelineValue> PipelinePass::forward(std::vector<PipelineValue> inpu
   return std::move(found.outputs);
 }
 
-// On devices the node in front has the gradients on a stream of one device, and parts of the loss
-// may belong to other ones.
+// On devices the gradients are on a stream of one device, and parts of the loss may belong to other
+// devices: their streams wait for it.
 void PipelinePass::wait_for_gradients() {
   if (loss_places_.empty()) return;
   for (const at::Tensor& gradient : handed_over_) {
@@ -213,7 +213,7 @@ void PipelinePass::release() {
   is_released_ = true;
   state_.rows.clear();
   around_backward_ = {};
-  versions_.reset();  // it has the batch
+  versions_.reset();  // they hold the batch
 }
 
 }  // namespace trireme

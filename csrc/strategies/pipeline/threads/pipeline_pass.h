@@ -23,8 +23,7 @@ namespace trireme {
 // [Note: the two graphs of a pass]
 //
 // The forwards of a pass record a graph for each stage and micro-batch, in the thread of its row.
-// What the caller sees are outputs, and parts of the loss that layers had, whose history is a
-// single node:
+// The caller sees outputs, and parts of the loss that layers added, whose history is a single node:
 //
 //   inputs, parameters  <-  node  <-  outputs of micro-batches  <-  loss       the caller's graph
 //                            |  ^
@@ -33,21 +32,21 @@ namespace trireme {
 //
 // On devices torch's engine runs a node in the thread of its gradients' device. There the node may
 // not wait for the rows, whose backwards need that thread. So another node stands in front, which
-// hands over the gradients and has one zero on the CPU as its own: the node behind it is run by the
-// thread that called backward().
+// hands over the gradients and returns one zero on the CPU: the node behind it is run by the thread
+// that called backward().
 //
 // So the backward of a pipeline is an ordinary step of the caller's engine: hooks of parameters,
 // autograd.grad, accumulation into .grad, and what strategies around the pipeline hang on it, see
 // one module, whose gradients are there once per backward. A second derivative has no such graph.
 
-// Is one forward of a pipeline in one process, and what its backward needs. One thread at a time.
+// One forward of a pipeline in one process, and the state for its backward. One thread at a time.
 class TRIREME_API PipelinePass : public std::enable_shared_from_this<PipelinePass> {
  public:
   // `versions` are those of its inputs.
   PipelinePass(std::shared_ptr<RowThreads> rows, std::shared_ptr<BatchVersions> versions);
 
-  // Returns what the stages are to be given for an input of a micro-batch that requires a gradient;
-  // others come back as they are. A first layer may work in place on it.
+  // Returns the tensor that stages get for an input of a micro-batch that requires a gradient;
+  // other inputs come back as they are. A first layer may work in place on it.
   at::Tensor enter(const at::Tensor& input, int64_t micro_batch);
 
   // Runs the forwards, once. Returns what the last stage returned, one per micro-batch, in the
@@ -69,13 +68,13 @@ class TRIREME_API PipelinePass : public std::enable_shared_from_this<PipelinePas
 
   std::shared_ptr<RowThreads> rows_;
   std::shared_ptr<BatchVersions> versions_;
-  bool records_;  // gradients, when it was made
+  bool records_;  // gradients were recorded when it was made
   std::function<void(bool)> around_backward_;
   std::vector<std::pair<at::Tensor, at::Tensor>> inputs_;  // with the leaf of each
   RowThreads::PassState state_;
   std::vector<std::vector<int64_t>>
-      places_;  // tells which input of the node an output of a micro-batch is
-  // Tells it of parts of the loss: by stage and micro-batch.
+      places_;  // the place of an output of a micro-batch among the node's inputs
+  // The places of parts of the loss, by stage and micro-batch.
   std::map<std::pair<int64_t, int64_t>, std::vector<int64_t>> loss_places_;
   std::vector<at::Tensor> handed_over_;  // gradients, on devices
   bool is_released_ = false;

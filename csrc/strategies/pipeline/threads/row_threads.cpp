@@ -32,7 +32,7 @@ at::Tensor stand_in_of(const at::Tensor& parameter) {
   return stand_in;
 }
 
-// Lets the current streams of their devices wait for what these were given.
+// Lets the current streams of the same devices wait for the work on `streams`.
 void join_current(const std::vector<c10::Stream>& streams) {
   for (const c10::Stream& stream : streams) {
     const c10::Stream current =

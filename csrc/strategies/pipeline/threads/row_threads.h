@@ -24,21 +24,21 @@
 
 namespace trireme {
 
-// Makes a pool with a thread for each row, on its device, which share ATen's threads out. Whoever
-// calls it starts the threads.
+// Makes a pool with a thread for each row, on its device; ATen's threads are divided among them.
+// The caller starts the threads.
 TRIREME_API std::shared_ptr<WorkerPool> row_pool(std::vector<c10::Device> devices);
 
-// Returns for each row where the first parameter of its stages lies. A row without parameters is
-// where the first one with parameters is.
+// Returns for each row the device of the first parameter of its stages; for a row without
+// parameters that of the first stage with some.
 TRIREME_API std::vector<c10::Device> devices_of_rows(
     const PipelineSchedule& schedule, const std::vector<PipelineStageRequest>& stages);
 
-// Hears of each exception that leaves a row, on the row's thread: `where` is what raised_in() says,
-// empty where no stage of that row raised. It may change the exception, and may not throw.
+// Called with each exception that leaves a row, on the row's thread: `where` is what raised_in()
+// says, empty where no stage of that row raised. It may change the exception, and may not throw.
 using RowErrorCallback =
     std::function<void(const std::string& where, const std::exception_ptr& error)>;
 
-// Asks for a pipeline in one process.
+// A request for a pipeline in one process.
 struct RowThreadsRequest {
   PipelineSchedule schedule = {};
   std::vector<PipelineStageRequest> stages = {};  // all, in their order
@@ -47,11 +47,11 @@ struct RowThreadsRequest {
   RowErrorCallback on_error = {};
 };
 
-// Runs all rows of a schedule, each on a thread of its own, on the pool's device for that. What a
-// row does is what it does on a rank (engine.h): its communicator is that of a group of threads
-// (comm/threads), so that what crosses between rows is handed over by reference, and copied where
-// it comes to another device. On devices all is enqueued on those streams that are the caller's
-// current ones, and he waits for nothing but the loss.
+// Runs all rows of a schedule, each on a thread of its own, on the pool's device for that. A row
+// does what it does on a rank (engine.h): its communicator is that of a group of threads
+// (comm/threads), so that messages between rows are handed over by reference, and copied to another
+// device. On devices all work is enqueued on the caller's current streams, and the caller waits for
+// nothing but the loss.
 //
 // Parameters that stages of several rows share have a stand-in in all but the first of these
 // (leaf_edges.h): their gradients are added up in the order of stages, as on ranks. Random layers
@@ -77,28 +77,28 @@ class TRIREME_API RowThreads final : public PipelineRunner {
   Evaluation eval_step(std::vector<PipelineValue> inputs, bool has_loss) override;
   const std::string& raised_in() const override { return raised_in_; }
 
-  // Is a parameter in a pass: gradients come to stand-ins, one for each row that has it, in the
-  // order of stages.
+  // A parameter in a pass: gradients come to stand-ins, one for each row that has it, in the order
+  // of stages.
   struct PassParameter {
     at::Tensor parameter;
     std::vector<std::pair<size_t, at::Tensor>> stand_ins = {};  // with their rows
-    // Returns the sum of what came, and forgets it.
+    // Returns the sum of the gradients that came, and clears them.
     at::Tensor take_gradient();
   };
-  // Is what is kept of a pass.
+  // The state that is kept of a pass.
   struct PassState {
     std::vector<std::shared_ptr<KeptRow>> rows = {};
     std::vector<PassParameter> parameters = {};
     std::vector<c10::Stream> streams = {};  // the forward's, of the rows' devices
   };
-  // Returns what runs passes of that many micro-batches, with the same stages on the same threads:
-  // it is made the first time, and kept.
+  // Returns the runner of passes of that many micro-batches, with the same stages on the same
+  // threads. Makes it the first time, and keeps it.
   std::shared_ptr<RowThreads> for_pass(int64_t micro_batches, Recomputation which);
 
   // Run the two halves of a pass (engine.h). The schedule has whole backwards. A backward is
-  // enqueued on the streams of its forward, and the caller's current ones wait for it.
-  // Parts of the loss come back in the order of micro-batches, and with `scale_grads` their weights
-  // are divided by the number of these.
+  // enqueued on the streams of its forward, and the caller's current ones wait for it. Parts of the
+  // loss come back in the order of micro-batches, and with `scale_grads` their weights are divided
+  // by the number of micro-batches.
   PassOutputs forward_pass(std::vector<PipelineValue> inputs, PassState& state,
                            const PassOptions& options);
   void backward_pass(const PassState& state, const PassBackward& backward);
@@ -109,11 +109,11 @@ class TRIREME_API RowThreads final : public PipelineRunner {
   void expect_call() const override { pool_->expect_call(); }
   std::vector<at::Tensor> later_copies() const override { return {}; }
   const PipelineSchedule& schedule() const override { return schedule_; }
-  // Tells of all stages. Bubbles are means over rows.
+  // Returns the report of all stages. Bubbles are means over rows.
   PipelineReport last_step() const override;
 
  private:
-  // Is a parameter that a later row has, too.
+  // A parameter that an earlier row has, too, and its stand-in in this row.
   struct Shared {
     at::Tensor parameter;
     at::Tensor stand_in;
@@ -136,12 +136,12 @@ class TRIREME_API RowThreads final : public PipelineRunner {
   std::mutex turn_;
   std::vector<size_t> rows_;                        // all of them
   std::vector<PassParameter> parameters_;           // with undefined stand-ins
-  std::vector<std::vector<Shared>> shared_;         // has those of each row
+  std::vector<std::vector<Shared>> shared_;         // one list per row
   std::vector<std::shared_ptr<LeafEdges>> leaves_;  // one for each row
   std::shared_ptr<UnlistedGradients> unlisted_;
   std::vector<std::unique_ptr<PipelineEngine>> engines_;
   std::string raised_in_;
-  // Make what for_pass() returns.
+  // The parts of for_pass(), and the runners that it has made.
   std::vector<PipelineStageRequest> given_;
   std::vector<PipelineSkip> skips_;
   RowErrorCallback on_error_;
