@@ -19,12 +19,14 @@ LAYERS = {
     "memory": 2,
     "comm": 2,
     "module": 2,
-    "grad": 3,
-    "param": 3,
-    "saving": 3,
-    "activation": 3,
-    "strategies": 4,
-    "bindings": 5,
+    "optim": 3,
+    "sync": 3,
+    "grad": 4,
+    "param": 4,
+    "saving": 4,
+    "activation": 4,
+    "strategies": 5,
+    "bindings": 6,
 }
 # Inside comm arrows obey these; its own files are the contract.
 COMM_ROOMS = {"contract": 0, "c10d": 1, "threads": 1, "hosts": 2, "backend": 3, "launch": 4}

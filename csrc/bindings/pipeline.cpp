@@ -5,6 +5,7 @@
 #include <trireme/strategies/pipeline/schedule_costs.h>
 #include <trireme/strategies/pipeline/schedule_forms.h>
 #include <trireme/strategies/pipeline/schedule_recomputation.h>
+#include <trireme/strategies/pipeline/schedule_text.h>
 
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>

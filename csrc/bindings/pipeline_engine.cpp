@@ -312,29 +312,6 @@ py::dict last_step(const PipelineRunner& runner) {
   return dict;
 }
 
-// Returns nothing where all ranks say alike, else what each of them says: one gather of a number
-// in the first case. Says, too, whether any rank has set the flag.
-std::pair<std::optional<std::vector<std::string>>, bool> differing_texts(const std::string& own,
-                                                                         Communicator& communicator,
-                                                                         bool flag) {
-  const c10::Device device = communicator.device();
-  const auto integers = at::TensorOptions().dtype(at::kLong).device(device);
-  const auto hash = static_cast<int64_t>(std::hash<std::string>{}(own) & ~size_t{1});
-  const int64_t number = hash | (flag ? 1 : 0);
-  at::Tensor all = at::empty({communicator.world()}, integers);
-  communicator.all_gather({all}, {at::full({1}, number, integers)}, "batch of a step").wait();
-  all = all.cpu();
-  const auto* numbers = all.const_data_ptr<int64_t>();
-  bool any = false;
-  bool are_equal = true;
-  for (int64_t rank = 0; rank < communicator.world(); ++rank) {
-    any = any || (numbers[rank] & 1) != 0;
-    are_equal = are_equal && (numbers[rank] & ~int64_t{1}) == hash;
-  }
-  if (are_equal) return {std::nullopt, any};
-  return {gather_texts(own, communicator, device), any};
-}
-
 }  // namespace
 
 void init_pipeline_engine(py::module_& module) {

@@ -92,7 +92,7 @@ class TRIREME_API Communicator {
     return nullptr;
   }
 
-  // Returns channels over this communicator's own engine, for make_channels() (tensor_channel.h);
+  // Returns channels over this communicator's own engine, for make_channels() (make_channels.h);
   // null if that is to build them on the memory of a host, or on messages.
   virtual std::unique_ptr<TensorChannels> own_channels(const std::vector<ChannelRequest>& requests);
 

@@ -1,6 +1,7 @@
 #include <trireme/comm/message_box.h>
 
 #include <trireme/comm/host.h>
+#include <trireme/comm/make_channels.h>
 #include <trireme/common/error.h>
 #include <trireme/common/exception_text.h>
 #include <trireme/shm/host_group.h>

@@ -8,6 +8,7 @@
 #include <trireme/strategies/pipeline/schedule_recomputation.h>
 #include <trireme/strategies/pipeline/threads/pipeline_pass.h>
 #include <trireme/strategies/pipeline/threads/row_threads.h>
+#include <trireme/strategies/pipeline/schedule_text.h>
 
 #include <ATen/Parallel.h>
 

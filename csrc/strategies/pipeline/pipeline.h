@@ -6,7 +6,7 @@
 #include <trireme/optim/grad_norm.h>
 #include <trireme/saving/held_parts.h>
 #include <trireme/strategies/pipeline/deferred_batch_norm.h>
-#include <trireme/strategies/pipeline/engine.h>
+#include <trireme/strategies/pipeline/runner.h>
 #include <trireme/strategies/pipeline/micro_batch_scope.h>
 #include <trireme/strategies/pipeline/partition.h>
 #include <trireme/strategies/pipeline/schedule_forms.h>

@@ -3,6 +3,7 @@
 #include <trireme/comm/gather_texts.h>
 #include <trireme/common/text_lines.h>
 #include <trireme/strategies/pipeline/refuse.h>
+#include <trireme/strategies/pipeline/schedule_text.h>
 
 #include <algorithm>
 #include <functional>

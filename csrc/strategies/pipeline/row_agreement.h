@@ -1,7 +1,7 @@
 #pragma once
 
 #include <trireme/comm/communicator.h>
-#include <trireme/strategies/pipeline/engine.h>
+#include <trireme/strategies/pipeline/runner.h>
 #include <trireme/strategies/pipeline/schedule.h>
 
 #include <vector>

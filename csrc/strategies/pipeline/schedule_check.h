@@ -1,7 +1,6 @@
 #pragma once
 
 #include <trireme/common/export.h>
-#include <trireme/strategies/pipeline/schedule_costs.h>
 #include <trireme/strategies/pipeline/schedule_flat.h>
 
 #include <cstdint>

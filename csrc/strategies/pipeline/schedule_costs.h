@@ -2,30 +2,12 @@
 
 #include <trireme/common/export.h>
 #include <trireme/strategies/pipeline/schedule.h>
+#include <trireme/strategies/pipeline/stage_costs.h>
 
 #include <cstdint>
 #include <vector>
 
 namespace trireme {
-
-// The time of a micro-batch in one stage, in any unit. B takes input + weight, R takes forward.
-struct StageCosts {
-  double forward = 1;
-  double input = 1;
-  double weight = 1;
-};
-
-struct ScheduleCosts {
-  std::vector<StageCosts> stages = {StageCosts{}};  // one for all stages, or one for each
-  double message = 0;  // from the end of an action to the beginning of one on another rank
-
-  const StageCosts& of(int64_t stage) const {
-    return stages[stages.size() == 1 ? 0 : static_cast<size_t>(stage)];
-  }
-};
-
-// Throws ValueError unless there are costs for one stage or for `stages`, finite and 0 or more.
-void check_costs(const ScheduleCosts& costs, int64_t stages);
 
 // An action that computes, with its begin and end. The parts of an overlap are listed one by one.
 struct TimedAction {
@@ -52,14 +34,6 @@ TRIREME_API double bubble(const PipelineSchedule& schedule, const ScheduleCosts&
 TRIREME_API int64_t peak_activations(const PipelineSchedule& schedule, int64_t rank);
 // Returns the same for a row of a schedule that is known to be whole.
 TRIREME_API int64_t most_live(const PipelineRow& row);
-
-// A stage that sends, and the stage before or behind it that receives.
-struct PipelineEdge {
-  int64_t from = 0;
-  int64_t to = 0;
-
-  bool operator==(const PipelineEdge&) const = default;
-};
 
 // Returns the most messages of an edge that were sent and that the receiver still needs
 // (schedule_check.h). Throws ValueError for stages that send each other nothing.

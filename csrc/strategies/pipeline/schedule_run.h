@@ -1,7 +1,7 @@
 #pragma once
 
-#include <trireme/strategies/pipeline/schedule_costs.h>
 #include <trireme/strategies/pipeline/schedule_flat.h>
+#include <trireme/strategies/pipeline/stage_costs.h>
 
 #include <cstdint>
 #include <vector>

@@ -2,7 +2,7 @@
 
 #include <trireme/activation/checkpoint_frame.h>
 #include <trireme/module/autograd_node.h>
-#include <trireme/strategies/pipeline/engine.h>
+#include <trireme/strategies/pipeline/runner.h>
 #include <trireme/strategies/pipeline/skip.h>
 #include <trireme/strategies/pipeline/split_backward.h>
 #include <trireme/strategies/pipeline/stage_function.h>

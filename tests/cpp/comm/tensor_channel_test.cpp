@@ -1,5 +1,6 @@
 // Messages of tensors from rank to rank, through the memory of a host and over Gloo.
 
+#include <trireme/comm/make_channels.h>
 #include <trireme/comm/tensor_channel.h>
 
 #include <trireme/comm/backend/shm_backend.h>

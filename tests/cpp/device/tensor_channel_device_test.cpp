@@ -1,5 +1,6 @@
 // Messages with tensors on devices, over engines that move them from device to device.
 
+#include <trireme/comm/make_channels.h>
 #include <trireme/comm/tensor_channel.h>
 
 #include <ATen/ATen.h>

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <trireme/strategies/pipeline/engine.h>
+#include <trireme/strategies/pipeline/runner.h>
 #include <trireme/strategies/pipeline/gradients/replicas.h>
 #include <trireme/strategies/pipeline/gradients/stage_strategies.h>
 #include <trireme/strategies/pipeline/gradients/step_gradients.h>

@@ -1,6 +1,7 @@
 #include <trireme/strategies/pipeline/gradients/tied_parameters.h>
 
 #include <trireme/comm/gather_texts.h>
+#include <trireme/comm/make_channels.h>
 #include <trireme/common/error.h>
 #include <trireme/common/text_lines.h>
 #include <trireme/strategies/pipeline/gradients/step_gradients.h>

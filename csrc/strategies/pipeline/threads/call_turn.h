@@ -3,7 +3,7 @@
 #include <trireme/comm/communicator.h>
 #include <trireme/common/export.h>
 #include <trireme/common/thread_turn.h>
-#include <trireme/strategies/pipeline/engine.h>
+#include <trireme/strategies/pipeline/runner.h>
 
 #include <memory>
 #include <utility>

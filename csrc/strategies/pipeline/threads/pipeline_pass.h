@@ -2,7 +2,7 @@
 
 #include <trireme/common/export.h>
 #include <trireme/strategies/pipeline/batch_versions.h>
-#include <trireme/strategies/pipeline/engine.h>
+#include <trireme/strategies/pipeline/runner.h>
 #include <trireme/strategies/pipeline/threads/row_threads.h>
 
 #include <ATen/core/Tensor.h>

@@ -2,6 +2,7 @@
 
 #include <trireme/strategies/pipeline/schedule_costs.h>
 #include <trireme/strategies/pipeline/schedule_forms.h>
+#include <trireme/strategies/pipeline/schedule_text.h>
 
 #include <torch/nn.h>
 

@@ -1,6 +1,7 @@
 #include <trireme/strategies/pipeline/pipeline.h>
 #include <trireme/strategies/pipeline/schedule_costs.h>
 #include <trireme/strategies/pipeline/schedule_recomputation.h>
+#include <trireme/strategies/pipeline/schedule_text.h>
 
 #include <torch/nn.h>
 

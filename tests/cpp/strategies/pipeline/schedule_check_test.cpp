@@ -1,6 +1,7 @@
 #include <trireme/strategies/pipeline/schedule_check.h>
 
 #include <trireme/strategies/pipeline/schedule_lowering.h>
+#include <trireme/strategies/pipeline/schedule_text.h>
 
 #include <algorithm>
 #include <catch_torch.h>

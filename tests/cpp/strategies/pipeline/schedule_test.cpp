@@ -1,6 +1,7 @@
 #include <trireme/strategies/pipeline/schedule.h>
 
 #include <trireme/strategies/pipeline/schedule_lowering.h>
+#include <trireme/strategies/pipeline/schedule_text.h>
 
 #include <catch_torch.h>
 #include <cstddef>

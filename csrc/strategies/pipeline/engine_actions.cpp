@@ -1,6 +1,6 @@
 #include <trireme/common/error.h>
 #include <trireme/common/language.h>
-#include <trireme/strategies/pipeline/engine/row.h>
+#include <trireme/strategies/pipeline/engine.h>
 #include <trireme/strategies/pipeline/refuse.h>
 #include <trireme/strategies/pipeline/timed.h>
 
@@ -13,7 +13,7 @@
 
 namespace trireme {
 
-void PipelineEngine::Row::run_action(const RowAction& action) {
+void PipelineEngine::run_action(const RowAction& action) {
   at::RecordFunction range(at::RecordScope::FUNCTION);
   if (range.isActive()) range.before(action.trace);
   if (action.kind == ActionKind::kForward) {
@@ -34,7 +34,7 @@ void PipelineEngine::Row::run_action(const RowAction& action) {
   if (completes) gradients_->after_last_backward(action.place);
 }
 
-void PipelineEngine::Row::forward(const RowAction& action) {
+void PipelineEngine::forward(const RowAction& action) {
   Stage& stage = *action.stage;
   const StageEdges::Message message{step_, stage.index(), action.micro_batch, action.label};
   StageReport& report = stage.report();
@@ -75,14 +75,14 @@ void PipelineEngine::Row::forward(const RowAction& action) {
   }
 }
 
-void PipelineEngine::Row::recompute(const RowAction& action) {
+void PipelineEngine::recompute(const RowAction& action) {
   const Timed computes(action.stage->report().recompute_ms);
   is_in_stage_ = true;
   action.stage->recompute(action.micro_batch);
   is_in_stage_ = false;
 }
 
-void PipelineEngine::Row::backward(const RowAction& action) {
+void PipelineEngine::backward(const RowAction& action) {
   Stage& stage = *action.stage;
   const StageEdges::Message message{step_, stage.index(), action.micro_batch, action.label};
   StageReport& report = stage.report();
@@ -131,7 +131,7 @@ void PipelineEngine::Row::backward(const RowAction& action) {
   edges_->send_back(message, std::move(gradients));
 }
 
-void PipelineEngine::Row::backward_weight(const RowAction& action) {
+void PipelineEngine::backward_weight(const RowAction& action) {
   Stage& stage = *action.stage;
   {
     const Timed computes(stage.report().weight_ms);
@@ -142,12 +142,12 @@ void PipelineEngine::Row::backward_weight(const RowAction& action) {
   done_with_input(stage);
 }
 
-void PipelineEngine::Row::done_with_input(const Stage& stage) {
+void PipelineEngine::done_with_input(const Stage& stage) {
   if (!stage.is_first()) edges_->done_with_input(stage.index());
   skips_->done_with_input(stage.index());
 }
 
-PipelineValue PipelineEngine::Row::take_input(int64_t micro_batch) {
+PipelineValue PipelineEngine::take_input(int64_t micro_batch) {
   TORCH_CHECK_VALUE(
       inputs_.size() == static_cast<size_t>(schedule_.micro_batches),
       error_text("pipeline",
@@ -157,14 +157,14 @@ PipelineValue PipelineEngine::Row::take_input(int64_t micro_batch) {
   return std::move(inputs_[static_cast<size_t>(micro_batch)]);
 }
 
-void PipelineEngine::Row::count_sent(StageReport& report, int64_t to,
+void PipelineEngine::count_sent(StageReport& report, int64_t to,
                                      const std::vector<at::Tensor>& tensors) const {
   if (edges_->is_local(report.stage, to)) return;
   ++report.messages;
   report.bytes += bytes_of(tensors);
 }
 
-void PipelineEngine::Row::look_for_unlisted(const RowAction& action) {
+void PipelineEngine::look_for_unlisted(const RowAction& action) {
   const bool divides = !divides_losses_ && options_.scale_grads && schedule_.micro_batches > 1;
   if (!divides && mode_.loss_scale == 1) return;
   const auto graph = action.stage->graph_of(action.micro_batch);
@@ -178,13 +178,13 @@ void PipelineEngine::Row::look_for_unlisted(const RowAction& action) {
                           : "Leave the scaler out.");
 }
 
-void PipelineEngine::Row::keep_loss(int64_t micro_batch, const at::Tensor& loss) {
+void PipelineEngine::keep_loss(int64_t micro_batch, const at::Tensor& loss) {
   losses_.resize(static_cast<size_t>(schedule_.micro_batches));
   if (!loss.requires_grad()) ++losses_without_graph_;
   losses_[static_cast<size_t>(micro_batch)] = loss.detach();
 }
 
-void PipelineEngine::Row::keep_part_of_loss(const RowAction& action, StageLoss part) {
+void PipelineEngine::keep_part_of_loss(const RowAction& action, StageLoss part) {
   if (mode_.is_pass) {
     pass_losses_.push_back({action.stage->index(), action.micro_batch, std::move(part)});
   } else if (mode_.has_loss) {

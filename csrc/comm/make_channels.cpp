@@ -1,4 +1,4 @@
-#include <trireme/comm/tensor_channel.h>
+#include <trireme/comm/make_channels.h>
 
 #include <trireme/comm/gather_texts.h>
 #include <trireme/comm/host.h>
