@@ -29,14 +29,14 @@ namespace trireme {
 // How a function is checkpointed.
 struct CheckpointOptions {
   bool preserve_rng_state = true;     // a recomputation draws the random numbers of the forward
-  bool early_stop = true;             // it ends with the last tensor that is needed
-  bool check_determinism = true;      // it compares shape, dtype and device of what is saved
+  bool early_stop = true;             // a recomputation ends with the last tensor needed
+  bool check_determinism = true;      // compares shape, dtype, device of saved tensors
   std::string name = "the function";  // for messages
-  std::optional<ActivationOffload> offload;  // what is saved goes there; nothing is recomputed
-  c10::intrusive_ptr<TensorPacker> partition = {};  // ranks that share their inputs: partition.h
+  std::optional<ActivationOffload> offload;         // recomputes nothing
+  c10::intrusive_ptr<TensorPacker> partition = {};  // by ranks that share inputs: partition.h
 };
 
-// A function of C++ and its inputs, to be called once more.
+// A C++ function and its inputs, kept for the recomputation.
 template <typename Function, typename... Inputs>
 class CheckpointedFunction : public CheckpointedCall {
  public:
@@ -75,19 +75,20 @@ class CheckpointedFunction : public CheckpointedCall {
   std::string name_;
 };
 
-// Calls function(inputs...) and returns what it returns; of what autograd would save in it only the
-// inputs are kept, and the backward calls it once more.
+// Calls function(inputs...) and returns its result. Instead of the tensors that autograd would
+// save, only the inputs are kept; the backward calls the function once more.
 //
-// Bits are those of a plain call: random numbers (of the CPU and of the devices of inputs) and
-// autocast are those of the forward, and the caller's go on as if there had been one call. Several
-// backwards, double backward, nested checkpoints and a backward inside of the function work. Inputs
-// are any values; tensors are found in vectors, arrays, optionals, pairs, tuples and maps. The
-// function is copied, as are inputs that are no tensors; parameters that it captures count, too.
+// Results are bit for bit those of a plain call: a recomputation has the random numbers (of the CPU
+// and of the devices of inputs) and the autocast state of the forward, and the caller's go on as if
+// there had been one call. Several backwards, double backward, nested checkpoints and a backward
+// inside of the function work. Inputs may have any type; tensors are found in vectors, arrays,
+// optionals, pairs, tuples and maps. The function is copied, as are inputs that are no tensors;
+// parameters that it captures get gradients, too.
 //
-// Throws what the function throws, also out of the backward; there CheckpointError where the
-// function saves something else than in the forward, and c10::Error for inputs changed in place.
-// Extra time: the forward of the function, 2 us. Cost of memory: the inputs. Torch's counterpart:
-// torch.utils.checkpoint.checkpoint(use_reentrant=False), which C++ does not have.
+// Throws what the function throws, also out of the backward; the backward also throws
+// CheckpointError where the function saves other tensors than in the forward, and c10::Error for
+// inputs changed in place. Extra time: the function's forward and 2 us. Memory: the inputs. Torch's
+// counterpart: torch.utils.checkpoint.checkpoint(use_reentrant=False), which C++ does not have.
 template <typename Function, typename... Inputs>
 std::invoke_result_t<Function&, Inputs...> checkpoint(const CheckpointOptions& options,
                                                       Function&& function, Inputs&&... inputs) {

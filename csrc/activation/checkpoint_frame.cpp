@@ -15,18 +15,18 @@
 namespace trireme {
 namespace {
 
-// A frame remembers of as many backwards over one graph (retain_graph=True) that it has recomputed.
+// The number of backwards over one graph (retain_graph=True) whose recomputations a frame keeps.
 constexpr size_t kMostTasks = 16;
-// Operators save fewer tensors, of those that write what they have saved.
+// Operators that write a tensor after saving it save fewer tensors than this.
 constexpr size_t kMostSaved = 8;
-// Is the task of tensors that were recomputed before a backward asked. No task of the engine, nor
-// one that current_task() makes up, has this number.
+// The task id of tensors recomputed ahead of a backward. Neither the engine's graph tasks nor the
+// ids that current_task() makes up have this value.
 constexpr int64_t kAhead = INT64_MIN;
 
 thread_local bool checkpoints = false;
 thread_local bool recomputes = false;
 
-// Sets a flag of this thread as long as it lives.
+// A scope in which a flag of this thread has a given value.
 class FlagGuard {
  public:
   FlagGuard(bool& flag, bool value) : flag_(flag), before_(std::exchange(flag, value)) {}
@@ -39,7 +39,7 @@ class FlagGuard {
   bool before_;
 };
 
-// Holds a frame's lock, which may already be this thread's.
+// A lock of a frame, which this thread may hold already.
 class FrameLock {
  public:
   explicit FrameLock(std::recursive_mutex& mutex) : mutex_(mutex) {
@@ -55,7 +55,7 @@ class FrameLock {
   std::recursive_mutex& mutex_;
 };
 
-// Keeps a saved tensor as it is.
+// A saved tensor kept as it is.
 class PlainTensor : public PackedTensor {
  public:
   explicit PlainTensor(at::Tensor tensor) : tensor_(std::move(tensor)) {}
@@ -65,7 +65,7 @@ class PlainTensor : public PackedTensor {
   at::Tensor tensor_;
 };
 
-// Hands over what is packed already.
+// A packer that returns a tensor packed beforehand.
 class PackedBefore : public TensorPacker {
  public:
   explicit PackedBefore(c10::intrusive_ptr<PackedTensor> packed) : packed_(std::move(packed)) {}
@@ -78,7 +78,7 @@ class PackedBefore : public TensorPacker {
 
 }  // namespace
 
-// Finds the places of what a recomputation saves.
+// A packer that assigns the tensors a recomputation saves to their places.
 class CheckpointFrame::RecomputationPacker : public TensorPacker {
  public:
   RecomputationPacker(c10::intrusive_ptr<CheckpointFrame> frame, int64_t task)
@@ -183,15 +183,15 @@ c10::intrusive_ptr<PackedTensor> CheckpointFrame::pack_again(int64_t id, const a
   const size_t number = task.saved++;
   if (number >= places_.size()) {
     if (!forward_has_ended_) {
-      // A backward inside of the function, whose recomputation is not stopped early, gets further
-      // than the function itself.
+      // A backward inside of the function recomputes without an early stop, so it may save more
+      // tensors than the forward has saved so far.
       task.compares = false;
     } else if (!task.has_stopped) {
       fail(c10::str("saved more than the ", places_.size(), " tensors of the forward"));
     }
     return c10::make_intrusive<PlainTensor>(detached);
   }
-  // A place that is gone was freed with its part of the graph.
+  // A place that no longer exists was freed with its part of the graph.
   if (const auto place = places_[number].lock()) {
     auto& kept = place->recomputed_;
     const auto was_given = [](const auto& recomputed) { return !recomputed.tensor.defined(); };
@@ -254,7 +254,7 @@ CheckpointFrame::Task& CheckpointFrame::recomputation_of(int64_t id) {
     }
   }
   if (tasks_.size() == kMostTasks) {
-    // The oldest goes, with its tensors; should it ask again, it recomputes again.
+    // Drops the oldest task and its tensors; if that backward asks again, it recomputes again.
     const int64_t oldest = tasks_.front().id;
     for (const auto& weak : places_)
       if (const auto place = weak.lock()) place->forget(oldest);
@@ -269,7 +269,7 @@ void CheckpointFrame::recompute(int64_t id) {
   for (const torch::autograd::SavedVariable& input : inputs_) {
     inputs.push_back(input.unpack());
   }
-  // What an attempt that threw left behind is of no use.
+  // Discards the state of an earlier attempt that threw.
   recomputation_of(id) = Task{id};
   {
     const at::AutoGradMode grad_mode(true);
@@ -290,7 +290,7 @@ void CheckpointFrame::check(const Task& task) const {
   if (!task.compares) {
     return;
   }
-  // The function may have caught the error of one too many.
+  // The function may have caught the error about one tensor too many.
   const bool saved_more = task.saved > places_.size() && !task.has_stopped;
   if (task.saved < places_.size() || saved_more) {
     fail(c10::str("saved ", task.saved, " tensors where the forward had saved ", places_.size()));

@@ -28,20 +28,20 @@ namespace trireme {
 // those of torch.utils.checkpoint(use_reentrant=False):
 //
 // * The frame saves the function's inputs as autograd saves tensors, before its own hooks are
-//   there. So an input that is changed in place is noticed, and an outer checkpoint holds no more
-//   of an inner one than its inputs.
-// * A recomputation is of one graph task. Each of its tensors is handed out once, and is then held
-//   by whoever asked; a second backward over the same graph recomputes again. Tensors of places
-//   that are gone, because a part of the graph was freed, are not kept.
-// * It ends as soon as the last tensor that the forward had saved is there (early stop), by an
-//   exception out of the operator that saved it. An operator that has yet to write what it saved
-//   is not left: the function runs to its end.
+//   there. So an input that is changed in place is detected, and an outer checkpoint holds only the
+//   inputs of an inner one.
+// * A recomputation is of one graph task. Each of its tensors is handed out once and then held by
+//   the node that unpacked it; a second backward over the same graph recomputes again. Tensors of
+//   places that died with a part of the graph are not kept.
+// * A recomputation ends as soon as the last tensor that the forward had saved is there (early
+//   stop), by an exception out of the operator that saves it. If that operator has yet to write
+//   what it saves, the function runs to its end instead.
 // * A backward inside of the function works: a recomputation keeps its own graph alive, whose saved
 //   tensors are plain ones.
 //
-// Who knows when a backward is to come may recompute ahead of it, while nothing else is to be done.
-// Those tensors serve all backwards over the graph, each as long as its place: a backward in two
-// halves recomputes once.
+// A caller that knows when a backward will come may recompute ahead of it, while the rank is idle.
+// Tensors recomputed ahead serve all backwards over the graph, each as long as its place lives: a
+// backward in two halves recomputes once.
 //
 // Torch does this in Python, with a weak dictionary of handles per graph task. Here a place holds
 // its recomputed tensors itself, so that they die with it, and the frame holds places weakly.
@@ -52,17 +52,17 @@ namespace trireme {
 
 class CheckpointFrame;
 
-// What the graph holds for a tensor that is recomputed. Thread-safe.
+// The graph's placeholder for a tensor that is recomputed. Thread-safe.
 class TRIREME_API SavedPlace : public PackedTensor {
  public:
   SavedPlace(c10::intrusive_ptr<CheckpointFrame> frame, size_t number);
   ~SavedPlace() override;
 
-  // Is called with the last strong reference. The destructor waits for the weak ones, which the
-  // frame has.
+  // Called when the last strong reference goes. The destructor runs only after the frame has
+  // dropped its weak references.
   void release_resources() override;
 
-  // Returns the tensor, recomputed if this is the first that the graph task asks of the frame.
+  // Returns the tensor; the first call of a graph task for any tensor of the frame recomputes.
   // Throws what the function throws, and CheckpointError.
   at::Tensor unpack() override;
 
@@ -82,26 +82,26 @@ class TRIREME_API SavedPlace : public PackedTensor {
   c10::SmallVector<Recomputed, 1> recomputed_;  // the frame's lock guards it
 };
 
-// A recomputation saved something else than the forward. Python shows it as torch's class of this
-// name.
+// The error of a recomputation that saves other tensors than the forward. In Python it is torch's
+// class of this name.
 class TRIREME_API CheckpointError : public c10::Error {
  public:
   using c10::Error::Error;
 };
 
-// What a checkpoint calls once more.
+// The call that a checkpoint repeats in the backward.
 class TRIREME_API CheckpointedCall {
  public:
   virtual ~CheckpointedCall() = default;
 
-  // Calls the function on the tensors among its inputs, in the order in which they were saved. It
-  // is called in the thread that unpacks, with grad mode on. StopRecomputation may end it.
+  // Calls the function on the tensors among its inputs, in the order in which they were saved. Runs
+  // in the thread that unpacks, with grad mode on, and may be ended by StopRecomputation.
   virtual void run(const std::vector<at::Tensor>& inputs) = 0;
 
   // Returns the function's name, for messages.
   virtual std::string name() const = 0;
 
-  // Hears of a CheckpointError before it is thrown, and may throw one that says more.
+  // Called with the text of a CheckpointError before that is thrown; may throw a more detailed one.
   virtual void explain(const std::string& /*text*/) const {}
 };
 
@@ -111,7 +111,7 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
   struct Options {
     bool early_stop = true;
     bool compares_metadata = true;              // shape, dtype and device of what is saved
-    c10::intrusive_ptr<TensorPacker> inputs{};  // packs the inputs; they are kept if there is none
+    c10::intrusive_ptr<TensorPacker> inputs{};  // packs the inputs; null: they are kept
   };
 
   // `inputs` are saved as autograd saves tensors, or packed as the options say. Throws what the
@@ -125,14 +125,14 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
   bool is_checkpoint() const override { return true; }
   bool is_ordered() const override { return true; }
 
-  // The function has returned, or thrown.
+  // Called after the function has returned or thrown in the forward.
   void end_forward();
 
-  // Runs the function once more, before a backward asks, if it has not yet. Throws what the
-  // function throws, and CheckpointError.
+  // Recomputes before a backward asks, if that has not been done yet. Throws what the function
+  // throws, and CheckpointError.
   void recompute_ahead();
 
-  // Says once per process that a checkpoint has nothing to recompute, if this one has not.
+  // Warns, once per process, if this checkpoint has nothing to recompute.
   void warn_if_useless() const;
 
   // Return the calls of functions that are under way on this thread, outer ones first, and whether
@@ -149,7 +149,7 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
   class RecomputationPacker;
   class Run;
 
-  // A call of the function on a thread, and how many kept results a recomputation has got.
+  // A call of the function on a thread. `taken`: number of kept results that it has got.
   struct Call {
     CheckpointFrame* frame;
     bool is_recomputation;
@@ -164,7 +164,7 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
     bool operator==(const Metadata&) const = default;
   };
 
-  // What is known of one recomputation.
+  // The state of one recomputation.
   struct Task {
     int64_t id;
     size_t saved = 0;
@@ -174,13 +174,13 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
   };
 
   static Metadata metadata_of(const at::Tensor& tensor);
-  // Returns those of this thread that are under way.
+  // Returns this thread's calls that are under way.
   static std::vector<std::unique_ptr<Call>>& calls();
 
-  // Takes a tensor that the recomputation for `task` saves, and returns what its graph holds; null
-  // if that was the last one that is needed.
+  // Takes a tensor that the recomputation for `task` saves, and returns what that recomputation's
+  // graph holds for it; null if no further tensor is needed.
   c10::intrusive_ptr<PackedTensor> pack_again(int64_t task, const at::Tensor& tensor);
-  // Says whether an operator that begins when so many are saved may be the last one.
+  // Returns whether an operator that begins after `saved` tensors may save the last one.
   bool stops_soon(size_t saved) const;
   at::Tensor take_tensor(SavedPlace& place);
   Task& recomputation_of(int64_t task);
@@ -196,18 +196,18 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
   std::vector<c10::weak_intrusive_ptr<SavedPlace>> places_;
   std::vector<Metadata> metadata_;  // one per place, if it is compared
   std::vector<Task> tasks_;
-  std::vector<std::vector<at::Tensor>> kept_results_;  // once_per_forward() has made them
+  std::vector<std::vector<at::Tensor>> kept_results_;  // made by once_per_forward()
   bool has_differentiable_inputs_ = false;
   bool forward_has_ended_ = false;
   bool is_ahead_ = false;  // recompute_ahead() has run
 };
 
-// Tell a function of a checkpoint on this thread which of its calls this is: the forward, or the
-// forward once more.
+// Return whether a checkpoint's function runs on this thread as the forward, and as a
+// recomputation.
 TRIREME_API bool is_checkpointing();
 TRIREME_API bool is_recomputing();
 
-// While it lives, what this thread saves goes to a frame: its forward, or one part of it.
+// A scope in which this thread's saved tensors go to a frame: its forward, or one part of it.
 class TRIREME_API CheckpointForward {
  public:
   explicit CheckpointForward(const c10::intrusive_ptr<CheckpointFrame>& frame);

@@ -17,20 +17,20 @@ namespace {
 constexpr size_t kMostStates = 4096;
 constexpr int64_t kSteps = 1000;  // parts of the budget, where there are more states than that
 
-// What was decided about a layer, after what was decided about those in front of it.
+// The decision about one layer, linked to the decisions about the layers before it.
 struct Decision {
   bool recompute;
   std::shared_ptr<const Decision> before;
 };
 
-// What the layers so far hold until their backward, and at what price.
+// The bytes that the layers so far hold until their backward, and the extra time this costs.
 struct State {
   int64_t held = 0;
   double extra = 0;
   std::shared_ptr<const Decision> last;
 };
 
-// Keeps the states that no other one beats in both bytes and time.
+// Keeps the states that no other state beats in both bytes and time.
 void drop_beaten(std::vector<State>& states) {
   std::stable_sort(states.begin(), states.end(), [](const State& a, const State& b) {
     return a.held != b.held ? a.held < b.held : a.extra < b.extra;
@@ -45,8 +45,8 @@ void drop_beaten(std::vector<State>& states) {
   });
 }
 
-// Keeps one state for each thousandth of the budget, the cheapest, and the one that holds least,
-// which goes on to fit.
+// Keeps the cheapest state of each thousandth of the budget, and the state that holds least, so
+// that one always fits.
 void thin_out(std::vector<State>& states, int64_t budget) {
   const auto step_of = [&](const State& state) {
     return static_cast<int64_t>(static_cast<double>(state.held) * kSteps /
@@ -63,7 +63,7 @@ void thin_out(std::vector<State>& states, int64_t budget) {
   states = std::move(remaining);
 }
 
-// Returns what a layer takes while it runs, in its forward or again in its backward.
+// Returns a layer's bytes while it runs, in its forward or recomputed in its backward.
 int64_t running_bytes(const LayerCost& layer, bool recompute) {
   return recompute ? std::max(layer.bytes, layer.kept) : layer.bytes;
 }
@@ -142,7 +142,7 @@ CheckpointPlan checkpoint_plan(const std::vector<LayerCost>& layers, int64_t bud
     }
     states = std::move(next);
   }
-  // The one that holds most has the least time; check() has seen that one fits.
+  // The state that holds most has the least extra time; check() has made sure that one fits.
   return plan_of(layers, choices_of(states.back(), layers.size()));
 }
 

@@ -24,7 +24,7 @@ inline at::Tensor run_layers(torch::nn::Sequential net, int64_t begin, int64_t e
 
 // Calls `net` in `segments` runs of layers, all but the last of them checkpointed, as
 // torch.utils.checkpoint.checkpoint_sequential does. The layers take and return one tensor. Throws
-// ValueError unless 1 <= segments <= layers. square_root_segments() says how many hold least.
+// ValueError unless 1 <= segments <= layers. See square_root_segments().
 inline at::Tensor checkpoint_sequential(torch::nn::Sequential net, int64_t segments,
                                         at::Tensor input, const CheckpointOptions& options = {}) {
   const std::vector<int64_t> bounds = segment_bounds(static_cast<int64_t>(net->size()), segments);
@@ -38,7 +38,7 @@ inline at::Tensor checkpoint_sequential(torch::nn::Sequential net, int64_t segme
   return input;
 }
 
-// Calls `net` with the layers checkpointed that `plan` says (checkpoint_plan()), each by itself.
+// Calls `net`, checkpointing the layers that `plan` selects (checkpoint_plan()), each by itself.
 inline at::Tensor checkpoint_sequential(torch::nn::Sequential net, const CheckpointPlan& plan,
                                         at::Tensor input, const CheckpointOptions& options = {}) {
   TORCH_CHECK_VALUE(plan.recompute.size() == net->size(), "[checkpoint] got a plan for ",

@@ -47,7 +47,7 @@ ForwardState ForwardState::capture(bool with_random, const std::vector<at::Tenso
       types.push_back(device.type());
     }
   }
-  // Inputs of the CPU may be moved inside.
+  // The function may move CPU inputs to the accelerator.
   if (const auto accelerator = at::getAccelerator(); accelerator && devices.empty()) {
     types.push_back(*accelerator);
   }
@@ -118,7 +118,7 @@ ForwardStateGuard::ForwardStateGuard(const ForwardState& state) : before_(state.
 }
 
 ForwardStateGuard::~ForwardStateGuard() {
-  // Casts that were cached in here belong to graphs of the recomputation.
+  // Casts cached in this scope belong to graphs of the recomputation.
   if (at::autocast::decrement_nesting() == 0) {
     at::autocast::clear_cache();
   }

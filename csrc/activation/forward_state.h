@@ -14,19 +14,19 @@
 
 namespace trireme {
 
-// What a function reads besides its inputs, so that a second call does the same: the random numbers
-// to come (of the CPU, of the devices of its inputs, or of the replica that it runs in) and
-// autocast. Grad mode is not among it: a recomputation has it on.
+// The state besides its inputs that a function reads, so that a second call does the same: random
+// number generators (of the CPU, of the devices of its inputs, or of the replica that it runs in)
+// and autocast. Grad mode is not part of it: a recomputation has it on.
 class TRIREME_API ForwardState {
  public:
-  // `inputs` say which devices count besides the CPU. Costs a copy of 2.5 KB for the CPU's
-  // generator.
+  // Captures the state of the CPU and of the devices of `inputs`. Costs a copy of 2.5 KB for the
+  // CPU's generator.
   static ForwardState capture(bool with_random, const std::vector<at::Tensor>& inputs);
 
  private:
   friend class ForwardStateGuard;
 
-  // Those to come from the CPU's generator, which can be had without making a tensor of them.
+  // The state of the CPU's generator, copied without making a tensor of it.
   struct CpuRandom {
     at::mt19937 engine;
     std::optional<float> next_float;
@@ -45,17 +45,17 @@ class TRIREME_API ForwardState {
   static CpuRandom cpu_random();
   static Random random_of(const at::Generator& generator);
   void restore() const;
-  // Returns what restore() is about to overwrite.
+  // Returns the present values of the state that restore() overwrites.
   ForwardState present() const;
 
   std::optional<CpuRandom> cpu_random_;
   std::vector<Random> random_;
-  std::optional<at::Generator> replica_;  // a copy, of which each recomputation draws from another
+  std::optional<at::Generator> replica_;  // each recomputation clones it
   std::vector<Autocast> autocast_;
   bool caches_casts_ = true;
 };
 
-// Brings a state back as long as it lives; then that of before is back.
+// A scope in which a captured state is restored; the previous state returns at its end.
 class TRIREME_API ForwardStateGuard {
  public:
   explicit ForwardStateGuard(const ForwardState& state);

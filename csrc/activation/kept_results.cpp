@@ -28,19 +28,19 @@ std::vector<at::Tensor> once_per_forward(const std::function<std::vector<at::Ten
   CheckpointRuns others = SavedTensorHooks::get().runs_of_others();
   std::move(others.begin(), others.end(), std::back_inserter(runs));
   if (runs.empty()) return read();
-  // Selective policies count the operators of both calls; they see none of either here.
+  // Selective policies count operators in forward and recomputation; here they see none.
   const c10::impl::ExcludeDispatchKeyGuard no_modes(
       c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
   std::vector<at::Tensor> result;
   for (const auto& run : runs) {
     if (!run->is_recomputation()) continue;
-    std::vector<at::Tensor> kept = run->take();  // each takes, so that all go on together
+    std::vector<at::Tensor> kept = run->take();  // every run takes, to stay in step
     if (result.empty()) result = std::move(kept);
   }
   if (result.empty()) result = read();
   for (const auto& run : runs)
     if (!run->is_recomputation()) run->keep(result);
-  // The function may write what it gets.
+  // The function may write to its result.
   for (at::Tensor& tensor : result) tensor = tensor.clone();
   return result;
 }

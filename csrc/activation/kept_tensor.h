@@ -11,7 +11,7 @@
 
 namespace trireme {
 
-// Is the version of a tensor when it was saved.
+// The version of a tensor when it was saved.
 class TRIREME_API SavedVersion {
  public:
   explicit SavedVersion(const at::Tensor& tensor)
@@ -29,11 +29,11 @@ class TRIREME_API SavedVersion {
   uint32_t saved_;
 };
 
-// Keeps a saved tensor as autograd does, and refuses it when it was changed since.
+// A saved tensor kept as autograd keeps it; unpack() throws if it was changed in place since.
 class TRIREME_API KeptTensor : public PackedTensor {
  public:
-  // A leaf is kept itself, as autograd does, and follows when it is given other memory. Another
-  // tensor might be the output of the node that keeps it.
+  // A leaf is kept itself, as in autograd, and so follows assignments to its `.data`. Other tensors
+  // are detached: one might be the output of the node that keeps it.
   explicit KeptTensor(const at::Tensor& tensor)
       : tensor_(tensor.is_leaf() ? tensor : tensor.detach()), version_(tensor) {}
 

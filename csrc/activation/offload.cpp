@@ -36,15 +36,15 @@ namespace {
 
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
-// Tensors with gaps are offloaded with their storage if this is no more times as large.
+// A tensor with gaps is offloaded with its storage if that is at most this many times as large.
 constexpr size_t kMostGaps = 64;
-// Ranges begin at multiples of it, so that operators find memory aligned as it was.
+// Ranges begin at multiples of this, so that operators find memory aligned as it was.
 constexpr size_t kAlignment = 64;
 
 std::atomic<int64_t> bytes_elsewhere{0};
 std::atomic<int64_t> bytes_written{0};
 
-// Knows storages that have outlived a graph which they had been offloaded for.
+// The storages that have outlived a graph which they had been offloaded for.
 class LongLivedStorages {
  public:
   static LongLivedStorages& get() {
@@ -79,7 +79,7 @@ struct ByteRange {
   size_t bytes() const { return end - begin; }
 };
 
-// Returns which part of its storage is offloaded for a tensor, if any.
+// Returns the range of its storage that is offloaded for a tensor; empty if none is.
 ByteRange byte_range_of(const at::Tensor& tensor) {
   const size_t item = tensor.itemsize();
   size_t bytes = item;  // elements that a stride of 0 repeats count once
@@ -89,12 +89,12 @@ ByteRange byte_range_of(const at::Tensor& tensor) {
   const size_t begin = static_cast<size_t>(tensor.storage_offset()) * item;
   const size_t span = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), item);
   const size_t whole = tensor.storage().nbytes();
-  if (begin + span > whole) return {};  // somebody has freed it
+  if (begin + span > whole) return {};  // the storage was freed or shrunk
   if (span <= bytes) return {begin / kAlignment * kAlignment, begin + span};
   return bytes >= whole / kMostGaps ? ByteRange{0, whole} : ByteRange{};
 }
 
-// Says whether a tensor is nothing but a view of a storage.
+// Returns whether a tensor is a plain view of a storage.
 bool is_plain(const at::Tensor& tensor) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   return typeid(impl) == typeid(c10::TensorImpl) && !impl.is_python_dispatch() &&
@@ -126,7 +126,7 @@ at::Tensor pinned_bytes(size_t bytes) {
   }
 }
 
-// A range of a storage at one version, and where it lies.
+// A range of a storage at one version, and its copy.
 struct OffloadedRange {
   OffloadedRange(const at::Tensor& tensor, const ByteRange& part, c10::Storage copy)
       : source(tensor.storage().getWeakStorageImpl()),
@@ -154,23 +154,23 @@ struct OffloadedRange {
   const ByteRange range;
   const c10::Device device;
   const c10::Storage host;
-  // The lock of its use guards what follows.
-  c10::Storage back;  // on the device, or on its way, until all of its tensors got it
+  // The lock of the OffloadUse guards the members below.
+  c10::Storage back;  // device copy, perhaps under way, until all tensors got it
   int64_t tensors = 0;
-  int64_t handed_out = 0;  // to so many of them
+  int64_t handed_out = 0;  // number of tensors that got `back`
 };
 
 using RangePointer = std::shared_ptr<OffloadedRange>;
 
-// One use of checkpoint(): what it has offloaded. It lives as long as any of that. Thread-safe.
+// All that one use of checkpoint() has offloaded. Lives as long as any of its tensors. Thread-safe.
 class OffloadUse : public std::enable_shared_from_this<OffloadUse> {
  public:
   explicit OffloadUse(std::string folder) : folder_(std::move(folder)) {}
 
-  // Returns the range that has the tensor's memory from now on, or nullptr: it is to be kept.
+  // Returns the range that now holds the tensor's memory; nullptr: the tensor is to be kept.
   RangePointer store(const at::Tensor& tensor);
 
-  // Returns the memory of a range where it was. What the current stream is given next finds it.
+  // Returns the memory of a range on its device, complete for later work of the current stream.
   c10::Storage fetch(const RangePointer& range);
 
  private:
@@ -184,18 +184,18 @@ class OffloadUse : public std::enable_shared_from_this<OffloadUse> {
   c10::Storage copy_out(const at::Tensor& tensor, const ByteRange& range);
   void bring_back(const std::vector<RangePointer>& ranges);
   void bring_all_back();
-  // Begins what bring_all_back() and reading will need, if that is possible at once.
+  // Starts copying back, or reading files ahead, unless another thread holds the lock.
   void come_ahead();
 
   const std::string folder_;
   std::recursive_mutex mutex_;
   std::unordered_multimap<const c10::StorageImpl*, std::weak_ptr<OffloadedRange>> ranges_;
   std::unordered_map<c10::Device, StreamHandoff> copies_;
-  std::weak_ptr<OffloadUse> before_;  // the one whose turn is next in a backward
-  int task_ = -1;                     // the backward that has come here last
+  std::weak_ptr<OffloadUse> before_;  // the next one in a backward
+  int task_ = -1;                     // the latest backward that fetched
 };
 
-// The last use of this thread that has offloaded anything.
+// This thread's latest use that has offloaded anything.
 thread_local std::weak_ptr<OffloadUse> latest_use;
 
 RangePointer OffloadUse::store(const at::Tensor& tensor) {
@@ -253,7 +253,7 @@ c10::Storage OffloadUse::fetch(const RangePointer& range) {
   copies(range->device).join();
   c10::Storage found = range->back;
   if (++range->handed_out == range->tensors) {
-    // From here on a graph that is kept for another backward takes no memory of the device.
+    // From here on a graph retained for another backward takes no device memory.
     range->back = c10::Storage();
     range->handed_out = 0;
   }
@@ -261,8 +261,8 @@ c10::Storage OffloadUse::fetch(const RangePointer& range) {
 }
 
 void OffloadUse::bring_back(const std::vector<RangePointer>& ranges) {
-  // All memory first: where there is not enough no copy begins. It belongs to the stream that
-  // computes, and side streams of all uses leave none behind.
+  // Allocates all memory first: if there is not enough, no copy begins. The memory belongs to the
+  // computing stream, so the side streams of the uses keep none cached.
   std::vector<at::Tensor> places;
   places.reserve(ranges.size());
   for (const RangePointer& range : ranges) {
@@ -296,7 +296,7 @@ void OffloadUse::come_ahead() {
   if (folder_.empty()) {
     try {
       bring_all_back();
-    } catch (const c10::OutOfMemoryError&) {  // It is tried again when its turn has come.
+    } catch (const c10::OutOfMemoryError&) {  // The fetch of that use tries again.
     }
     return;
   }
@@ -324,7 +324,7 @@ class OffloadedTensor : public PackedTensor {
         c10::TensorImpl::VIEW, use_->fetch(range_), keys_, dtype_);
     tensor.unsafeGetTensorImpl()->set_storage_offset(offset_);
     tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes_, strides_);
-    StreamHandoff::keep(tensor);  // its memory may be of another stream than the current one
+    StreamHandoff::keep(tensor);  // its memory may belong to another stream
     return tensor;
   }
 
@@ -339,7 +339,7 @@ class OffloadedTensor : public PackedTensor {
   SavedVersion version_;
 };
 
-// A tensor that is kept until its operator has written it. Thread-safe.
+// A tensor kept as it is until its operator has written it, then offloaded. Thread-safe.
 class UnfinishedTensor : public PackedTensor {
  public:
   explicit UnfinishedTensor(const at::Tensor& tensor)
@@ -347,7 +347,7 @@ class UnfinishedTensor : public PackedTensor {
         version_(tensor),
         packed_(c10::make_intrusive<KeptTensor>(tensor)) {}
 
-  // Hears that the operator is over. Throws where there is no room elsewhere.
+  // Called when the operator is over: offloads the tensor. Throws if there is no room for it.
   void finish(const std::shared_ptr<OffloadUse>& use) {
     const at::Tensor written = std::exchange(written_, {});
     if (version_.has_changed()) return;  // autograd refuses it
@@ -395,7 +395,7 @@ class OffloadPacker : public TensorPacker {
 
   bool watches_operators() const override { return true; }
 
-  // Nobody is left to be told that there is no room: what finds none is kept.
+  // Cannot throw, so tensors that find no room are kept as they are.
   void end() noexcept override {
     try {
       finish();
@@ -404,7 +404,7 @@ class OffloadPacker : public TensorPacker {
   }
 
  private:
-  // Finishes those of this thread, whose operator is over; replicas pack in threads of theirs.
+  // Finishes this thread's tensors, whose operator is over; replicas pack on threads of their own.
   void finish() {
     std::vector<c10::intrusive_ptr<UnfinishedTensor>> own;
     {

@@ -12,44 +12,44 @@ namespace trireme {
 
 // [Note: what is offloaded]
 //
-// What a saved tensor keeps alive is its storage, so memory is moved by ranges of storages: the one
-// that a tensor fills, or all of a storage where the tensor has gaps, as a slice of columns has. A
-// range is copied once for all tensors that a use saves of it at one version, and each of these
-// comes back with its strides, over a range like that. These stay where they are:
+// A saved tensor keeps its storage alive, so ranges of storages are moved: the range that a tensor
+// fills, or the whole storage if the tensor has gaps, like a slice of columns. A range is copied
+// once for all tensors that one use of checkpoint() saves of it at one version, and each of these
+// comes back with its strides, over a copy of the range. These tensors stay where they are:
 //
-// * parameters, and views of them: their memory is there anyway, and fully_shard fills it again;
-// * what outlived a graph that it had been offloaded for. A frozen weight or a table is copied in
-//   the first step, and is known from then on;
-// * ranges below kLeastOffloadedBytes, and slices so thin that their storage would be the copy;
-// * what is more than a plain tensor: sparse, quantized or nested ones, and subclasses;
-// * tensors of the CPU, where there is no folder.
+// * parameters, and views of them: their memory stays anyway, and fully_shard fills it again;
+// * storages that outlived a graph for which they were offloaded. A frozen weight or a table is
+//   copied in the first step, and is known from then on;
+// * ranges below kLeastOffloadedBytes, and slices whose storage is more than 64 times as large;
+// * sparse, quantized and nested tensors, and subclasses;
+// * CPU tensors, if no folder is given.
 //
-// An operator that has yet to write what it saves (see operator_watch.h) ends first: its tensors
-// leave when the next operator saves, or when the function is over.
+// Tensors of an operator that has yet to write what it saves (see operator_watch.h) are offloaded
+// when the next operator saves, or when the function is over.
 //
-// From a device memory is copied to pinned memory beside what is computed, and goes when that is
-// done. A backward that comes to the first tensor of a use of checkpoint() begins to bring back all
-// of this use and of the use before. With a folder the device waits until its memory is written.
+// Device memory is copied to pinned memory on a side stream, and freed when the copy is done. A
+// backward that unpacks the first tensor of a use of checkpoint() begins to copy back all tensors
+// of this use and of the use before it. With a folder the device waits until its memory is written.
 //
-// Autograd does not check versions where hooks are, so it is done here, also for copies: the change
-// may have come while the memory was copied.
+// Autograd does not check versions of tensors with hooks, so they are checked here, also for
+// copies: the change may have come while the memory was copied.
 
-// Where what autograd saves goes.
+// The destination of the tensors that autograd saves.
 struct ActivationOffload {
-  std::string folder;  // to files without names in it; empty: to the memory of the host
+  std::string folder;  // of unnamed files; empty: host memory
 };
 
-// A system call and page faults, or a copy from a device, take as long as copying this much.
+// The overhead of a system call and page faults, or of a device copy, is that of copying this much.
 constexpr int64_t kLeastOffloadedBytes = 64 << 10;
 
-// Makes what offloads one use of checkpoint(). Throws ValueError where there is no such folder. It
-// throws c10::Error, out of the operator that saves a tensor, where there is no room.
+// Makes the packer that offloads one use of checkpoint(). Throws ValueError if the folder does not
+// exist. It throws c10::Error, out of the operator that saves a tensor, if there is no room.
 TRIREME_API c10::intrusive_ptr<TensorPacker> make_offload_packer(const ActivationOffload& offload);
 
-// Bytes of this process.
+// The bytes that this process has offloaded.
 struct OffloadedBytes {
-  int64_t now = 0;      // that lie elsewhere
-  int64_t written = 0;  // in all
+  int64_t now = 0;      // now offloaded
+  int64_t written = 0;  // in total
 };
 
 TRIREME_API OffloadedBytes offloaded_bytes();

@@ -46,7 +46,7 @@ size_t whole_pages(size_t bytes) {
 int open_nameless(const std::string& folder) {
   const int file = ::open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
   if (file >= 0 || (errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL)) return file;
-  // This file system makes files with names only.
+  // This file system cannot make unnamed files.
   std::string name = folder + "/.trireme_offload_XXXXXX";
   const int named = ::mkostemp(name.data(), O_CLOEXEC);
   if (named >= 0) ::unlink(name.c_str());
@@ -80,12 +80,12 @@ class OffloadFile {
     return std::make_shared<OffloadFile>(file, static_cast<std::byte*>(begin), capacity);
   }
 
-  // A forked child has none in its parent's file.
+  // Returns whether a piece fits; false in a forked child, which must not append here.
   bool has_room(size_t bytes) const {
     return bytes <= capacity_ - used_ && forks_ == forks_so_far();
   }
 
-  // Returns where the bytes are mapped, or nullptr where `errno` says why they are not.
+  // Returns the mapped address of the bytes; nullptr on failure, with the reason in `errno`.
   std::byte* append(const void* data, size_t bytes) {
     const auto* const from = static_cast<const std::byte*>(data);
     for (size_t done = 0; done < bytes;) {
@@ -103,7 +103,7 @@ class OffloadFile {
     return begin_ + std::exchange(used_, used_ + whole_pages(bytes));
   }
 
-  // Nothing is appended any more; what was written stays.
+  // Ends appending; the pieces written so far stay mapped.
   void close() {
     if (file_ >= 0) ::close(std::exchange(file_, -1));
   }
@@ -119,7 +119,7 @@ class OffloadFile {
 }  // namespace
 
 c10::Storage write_offloaded(const std::string& folder, const void* data, size_t bytes) {
-  // Who holds a piece holds its file; nobody else does.
+  // Only the storages of pieces own a file, so this thread refers to its latest file weakly.
   thread_local std::unordered_map<std::string, std::weak_ptr<OffloadFile>> latest;
   std::weak_ptr<OffloadFile>& known = latest[folder];
   std::shared_ptr<OffloadFile> file = known.lock();

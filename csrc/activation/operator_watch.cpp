@@ -23,7 +23,7 @@ std::unique_ptr<at::ObserverContext> enter(const at::RecordFunction& entered) {
   return nullptr;
 }
 
-// What a user records by hand may end in another order than it began.
+// Searches the whole stack: ranges that users record may end out of order.
 void leave(const at::RecordFunction& left, at::ObserverContext* /*unused*/) {
   const auto found = std::find(operators.rbegin(), operators.rend(), &left);
   if (found != operators.rend()) operators.erase(std::next(found).base());
@@ -31,7 +31,7 @@ void leave(const at::RecordFunction& left, at::ObserverContext* /*unused*/) {
 
 bool writes_what_it_keeps(const at::RecordFunction& one) {
   const std::optional<c10::FunctionSchema> schema = one.operator_schema();
-  if (!schema) return false;  // a function of the user's, which saves when it is over
+  if (!schema) return false;  // a user's function, which saves at its end
   const auto is_written = [](const c10::Argument& argument) {
     return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
   };

@@ -9,16 +9,16 @@ namespace trireme {
 // [Note: operators that write what they have saved]
 //
 // Autograd saves the inputs of an operator before its kernel runs, and its outputs after that. So a
-// recomputation may stop at an input, and an input may be copied elsewhere as it is: unless the
-// kernel writes it. rrelu_with_noise saves the memory for its noise, then fills it, and a user's
-// operator may do the same. Its schema says so: it writes an argument that it does not return.
-// (What an operator in place returns is saved as a clone before, or as the result after.)
+// recomputation may stop when an input is saved, and an input may be offloaded then, unless the
+// kernel writes that input. rrelu_with_noise saves the memory for its noise and then fills it, and
+// a user's operator may do the same. Its schema shows that: it writes an argument that it does not
+// return. (An in-place operator saves a clone before, or the result after.)
 //
-// Nobody tells a packer which operator saves. Torch's observers of operators do, so a thread has
-// one while its packer asks for it: some 0.1 us for each operator. A recomputation asks near its
-// end only.
+// A packer is not told which operator saves. Torch's RecordFunction callbacks know, so a thread has
+// one while its packer asks for it: some 0.1 us per operator. A recomputation asks for it only near
+// its end.
 
-// While it lives, this thread knows the operators that it has begun since and is in.
+// A scope in which this thread tracks the operators that it has begun in the scope and is in.
 class TRIREME_API OperatorWatch {
  public:
   OperatorWatch();
@@ -27,12 +27,12 @@ class TRIREME_API OperatorWatch {
   OperatorWatch& operator=(const OperatorWatch&) = delete;
 
  private:
-  at::CallbackHandle callback_ = 0;  // the outermost one has it
+  at::CallbackHandle callback_ = 0;  // set in the outermost watch
 };
 
-// Says whether an operator that this thread is in may still write what it saves; also where that is
-// not known, because torch's observers are off, or no operator has begun since one watches: it may
-// be in one that began before. Where nobody watches it is in none.
+// Returns whether an operator that this thread is in may still write what it saves. Also true if
+// that is unknown: torch's RecordFunction callbacks are off, or no operator has begun since the
+// outermost watch, so the thread may be in one that began earlier. False without a watch.
 TRIREME_API bool may_write_what_it_saves();
 
 }  // namespace trireme

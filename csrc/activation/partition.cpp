@@ -31,18 +31,18 @@ namespace {
 using TensorList = std::vector<at::Tensor>;
 using PackedList = std::vector<c10::intrusive_ptr<PackedTensor>>;
 
-// Is what a rank does when it meets the others, and what they compare.
+// The operation for which a rank meets the others; the ranks compare it.
 enum Deed : int64_t { kPacks = 1, kCompares = 2, kGathers = 3, kDiffers = 4 };
-constexpr size_t kHashes = 16;  // the last one is for all tensors from there on
+constexpr size_t kHashes = 16;  // the last one covers all further tensors
 
-// Is what a rank says when ranks meet: numbers, of which all ranks see a table.
+// One rank's row of the table of integers that all ranks get when they meet.
 struct Words {
   int64_t deed = 0;
   int64_t what = 0;  // equal on all ranks
   int64_t known = 0;
   int64_t number = 0;  // counts packings
   int64_t value = 0;
-  SharedArena::Place place = {};  // rank 0 says it
+  SharedArena::Place place = {};  // rank 0's counts
   std::array<int64_t, kHashes> hashes = {};
 };
 constexpr int64_t kWords = sizeof(Words) / sizeof(int64_t);
@@ -57,7 +57,7 @@ int64_t hash_of_text(std::string_view text) {
   return static_cast<int64_t>(hash);
 }
 
-// Says whether all ranks say the same.
+// Returns whether a field has the same value on all ranks.
 template <typename Value>
 bool is_common(const Table& table, Value Words::* which) {
   return std::all_of(table.begin(), table.end(),
@@ -69,7 +69,7 @@ int64_t padded_bytes(const at::Tensor& tensor) {
   return (static_cast<int64_t>(tensor.nbytes()) + kLine - 1) / kLine * kLine;
 }
 
-// Lies in memory that all ranks of the host read.
+// An input kept in memory that all ranks of the host read.
 class SharedInput final : public PartitionedInput {
  public:
   SharedInput(const at::Tensor& input, InputOrigin origin, RankOf where,
@@ -94,7 +94,7 @@ class SharedInput final : public PartitionedInput {
 
 class PartitionGroup;
 
-// Is cut in as many slices as there are ranks, of which each rank has one.
+// An input cut into one slice per rank, of which each rank keeps its own.
 class SlicedInput final : public PartitionedInput {
  public:
   SlicedInput(const at::Tensor& input, InputOrigin origin, RankOf where,
@@ -123,17 +123,17 @@ class SlicedInput final : public PartitionedInput {
   at::Tensor slice_;
 };
 
-// Is what one checkpoint brings.
+// The inputs of one checkpoint, and their packing so far.
 struct Batch {
   const TensorList& inputs;
   std::shared_ptr<const std::string> function;
-  std::string text = {};            // what ranks must have in common
+  std::string text = {};            // must be equal on all ranks
   std::vector<size_t> chosen = {};  // inputs that are partitioned
   PackedList packed = {};           // one for each input
-  uint64_t known = 0;               // hash of what is there already
+  uint64_t known = 0;               // hash of the reused packings
 
   std::string name() const { return "the inputs of " + *function + " for partition="; }
-  // Lists inputs that are still to be packed: those of the CPU, or of all devices but the CPU.
+  // Returns the chosen inputs that are not packed yet: those on the CPU, or those on other devices.
   std::vector<size_t> left(bool is_cpu) const {
     std::vector<size_t> found;
     for (const size_t i : chosen)
@@ -142,7 +142,7 @@ struct Batch {
   }
 };
 
-// Is what the packer shares with the slices that it has made.
+// The packer's state, which it shares with the slices that it has made.
 class PartitionGroup : public std::enable_shared_from_this<PartitionGroup> {
  public:
   explicit PartitionGroup(std::shared_ptr<Communicator> given);
@@ -152,7 +152,7 @@ class PartitionGroup : public std::enable_shared_from_this<PartitionGroup> {
   PartitionMemory memory() const;
 
  private:
-  // Remembers what became of a tensor that may come again: a mask, say, that every block gets.
+  // The packing of a tensor that may come again: a mask, say, that every block gets.
   struct Packed {
     c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor;
     c10::weak_intrusive_ptr<PackedTensor> packed;
@@ -174,12 +174,12 @@ class PartitionGroup : public std::enable_shared_from_this<PartitionGroup> {
 
   RankOf where() const { return communicator_->rank_of(); }
 
-  std::shared_ptr<Communicator> given_;  // the other one lives as long
+  std::shared_ptr<Communicator> given_;  // outlives the split communicator
   std::shared_ptr<Communicator> communicator_;
   mutable std::mutex mutex_;
   bool shares_memory_ = false;
   bool is_broken_ = false;
-  int64_t number_ = 0;  // counts packings; ranks agree about it whenever they meet
+  int64_t number_ = 0;  // counts packings; equal on all ranks after each meeting
   std::unique_ptr<SharedArena> arena_;
   std::vector<Packed> remembered_;
   std::shared_ptr<KeptBytes> kept_ = std::make_shared<KeptBytes>();
@@ -206,7 +206,7 @@ PartitionGroup::PartitionGroup(std::shared_ptr<Communicator> given) : given_(std
   shares_memory_ = host != nullptr && host->group().world() == communicator_->world();
 }
 
-// Does what no rank may leave in the middle. A rank that throws tells the others, unless all do.
+// Runs a collective exchange. A rank that throws tells the others, unless all ranks throw.
 template <typename Work>
 auto PartitionGroup::together(const std::string& name, const Work& work) {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -217,13 +217,13 @@ auto PartitionGroup::together(const std::string& name, const Work& work) {
   const at::NoGradGuard no_grad;
   try {
     if (is_broken_) {
-      // A round may have ended for some ranks only, and they would not agree about what is free.
+      // The exchange may have ended on some ranks only, which would disagree about free memory.
       arena_.reset();
       communicator_->recover();
       is_broken_ = false;
     }
     return work();
-  } catch (const c10::ValueError&) {  // all ranks throw it
+  } catch (const c10::ValueError&) {  // thrown on all ranks
     throw;
   } catch (...) {
     is_broken_ = true;
@@ -255,7 +255,7 @@ Batch PartitionGroup::look_at(const TensorList& inputs, const std::string& funct
   return batch;
 }
 
-// Takes over what was made of the same tensors before, if they were not changed since.
+// Reuses earlier packings of the same tensors, if these were not changed since.
 void PartitionGroup::take_known(Batch& batch) {
   std::erase_if(remembered_, [](const Packed& entry) {
     return entry.tensor.expired() || entry.packed.expired();
@@ -272,7 +272,7 @@ void PartitionGroup::take_known(Batch& batch) {
   }
 }
 
-// Ranks meet until they agree what is new and where it goes; mostly that is the first time.
+// Ranks meet until they agree which inputs are new and where these go; mostly they do at once.
 void PartitionGroup::pack_all(Batch& batch) {
   if (shares_memory_ && !arena_) arena_ = std::make_unique<SharedArena>(*communicator_);
   take_known(batch);
@@ -296,7 +296,7 @@ void PartitionGroup::pack_all(Batch& batch) {
     const Table table = meet(own, "checkpoints " + batch.text);
     for (const Words& words : table) number_ = std::max(number_, words.number);
     ++number_;
-    if (!is_common(table, &Words::known)) {  // a rank has already freed what others have
+    if (!is_common(table, &Words::known)) {  // a rank has already freed a reused packing
       batch.packed.assign(batch.inputs.size(), nullptr);
       batch.known = 0;
       continue;
@@ -335,7 +335,7 @@ void PartitionGroup::share(Batch& batch, const std::vector<size_t>& which,
   }
 }
 
-// Each rank writes its part, and compares the whole. Returns the first input that differs.
+// Writes this rank's part, then compares the whole. Returns the first input that differs.
 std::optional<size_t> PartitionGroup::write_and_compare(const Batch& batch,
                                                         const std::vector<size_t>& which,
                                                         std::byte* data) {
@@ -393,7 +393,7 @@ PartitionMemory PartitionGroup::memory() const {
   return {kept_->inputs, kept_->shared, kept_->slices, arena_ ? arena_->bytes() : 0};
 }
 
-// Tells all ranks the words of each. Throws on all of them if they do different things.
+// Gathers the words of all ranks. Throws on all of them if they do different things.
 Table PartitionGroup::meet(Words own, const std::string& deed) {
   at::Tensor mine = at::empty({kWords}, at::kLong);
   std::memcpy(mine.mutable_data_ptr(), &own, sizeof(Words));

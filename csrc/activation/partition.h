@@ -13,45 +13,44 @@ namespace trireme {
 
 // [Note: one copy of what ranks have in common]
 //
-// Ranks of tensor parallelism, and all others that get one batch, checkpoint equal inputs: each
-// would keep a copy of its own (ZeRO-R, arXiv 1910.02054, section 6.1). Here the ranks of a group
-// keep one between them.
+// Ranks of tensor parallelism, and all others that get the same batch, checkpoint equal inputs:
+// each would keep its own copy (ZeRO-R, arXiv 1910.02054, section 6.1). Here the ranks of a group
+// keep one copy together.
 //
-// * On one host it lies in shared memory (shared_arena.h). Each rank writes its part of it, then
-//   compares all of it with what it has, bit by bit; the recomputation reads it where it is. So the
-//   backward needs no other rank.
-// * Elsewhere, and for tensors of a GPU, each rank keeps a slice. Values are compared by a hash,
-// and
-//   a recomputation gathers the slices, so that ranks must run their backwards in one order.
+// * On one host the copy lies in shared memory (shared_arena.h). Each rank writes its part of it,
+//   then compares all of it with its own input, bit by bit; the recomputation reads it in place. So
+//   the backward needs no other rank.
+// * Across hosts, and for GPU tensors, each rank keeps a slice. Values are compared by a hash.
+//   A recomputation gathers the slices, so ranks must run their backwards in one order.
 //
-// Ranks say what they bring before anything moves. Where they differ all of them raise, name both,
-// and can go on.
+// Ranks exchange descriptions of their inputs before any data moves. If these differ, all ranks
+// raise an error that names them, and can go on.
 //
-// An input stays as it is, with this rank alone, where a copy would be something else or would gain
+// A rank keeps an input itself, unpartitioned, if a copy could not replace it or would save
 // nothing: below kLeastPartitionedBytes, a leaf that requires a gradient (a parameter, whose
 // identity counts), one with gaps between its elements (whose strides could not stay), one that is
-// not dense, or that is of a class of Python's with its own dispatch. These may differ between
+// not dense, or an instance of a Python class with its own dispatch. Such inputs may differ between
 // ranks.
 
 constexpr int64_t kLeastPartitionedBytes = 4096;
 
-// Says how many bytes of checkpointed inputs are kept at the moment.
+// The bytes of checkpointed inputs that are kept at present.
 struct PartitionMemory {
-  int64_t inputs = 0;  // what this rank would keep by itself
-  int64_t shared = 0;  // part of these: in memory that the host has once, for all ranks
-  int64_t slices = 0;  // this rank's slices of the others
-  int64_t host = 0;    // what the host has given for `shared`, once; free blocks included
+  int64_t inputs = 0;  // what this rank would keep without partitioning
+  int64_t shared = 0;  // part of these: in shared memory, once for all ranks of the host
+  int64_t slices = 0;  // this rank's slices of the remaining inputs
+  int64_t host = 0;    // shared memory of the host, counted once; free blocks included
 };
 
-// Packs inputs of checkpoints: see the note. One thread at a time, and all ranks in one order.
+// The packer of checkpoints' inputs: see the note. One thread at a time, all ranks in one order.
 class TRIREME_API PartitionPacker : public TensorPacker {
  public:
   virtual PartitionMemory memory() const = 0;
 };
 
-// Makes the packer of a group, for all checkpoints that the group shares. Its collectives have a
-// communicator of their own, so that they may cross with those of a strategy. Collective over
-// `communicator`. A group of one rank keeps its inputs as they are.
+// Makes the packer of a group, for all checkpoints that the group shares. Its collectives use a
+// communicator of their own, so their order relative to a strategy's collectives is free.
+// Collective over `communicator`. A group of one rank keeps its inputs as they are.
 TRIREME_API c10::intrusive_ptr<PartitionPacker> make_partition_packer(
     std::shared_ptr<Communicator> communicator);
 

@@ -17,28 +17,28 @@
 
 namespace trireme {
 
-// Says whether partition= takes an input, or leaves it as it is: see [Note: one copy of what ranks
-// have in common].
+// Returns whether partition= partitions an input: see [Note: one copy of what ranks have in
+// common].
 bool is_partitioned(const at::Tensor& input);
 
 // Returns "Float[32, 1024]", with strides and device where these are not the usual ones.
 std::string text_of_tensor(const at::Tensor& tensor);
 
-// Shows the elements of a tensor without gaps in the order of their addresses.
+// Returns a flat view of a tensor without gaps, its elements in the order of their addresses.
 at::Tensor flat_view(const at::Tensor& tensor);
 
-// Hashes bits where they are: what comes to the CPU of a GPU's tensor are hashes of rows and
-// columns.
+// Returns a hash of a tensor's bits, in the order of addresses. Of a GPU tensor (size and offset:
+// multiples of 8 bytes) only hashes of rows and columns and the last < 8 KB are copied to the CPU.
 int64_t hash_of_bits(const at::Tensor& tensor);
 
-// Counts bytes that are kept, from any thread.
+// Counters of kept bytes, for any thread.
 struct KeptBytes {
   std::atomic<int64_t> inputs{0};
   std::atomic<int64_t> shared{0};
   std::atomic<int64_t> slices{0};
 };
 
-// Says which input of which checkpoint a tensor is, for messages.
+// The checkpoint and the input number of a tensor, for messages.
 struct InputOrigin {
   std::shared_ptr<const std::string> function;
   size_t input = 0;
@@ -47,28 +47,28 @@ struct InputOrigin {
   std::string text(const std::string& tensor) const;
 };
 
-// Is an input of a checkpoint that ranks keep together. A derived class holds its values. The
-// packer remembers it by a weak pointer, which keeps the object but nothing of what it holds.
+// A checkpoint's input that ranks keep together. A derived class holds its values. The packer
+// remembers it by a weak pointer, which keeps the object but not its values.
 class PartitionedInput : public PackedTensor {
  public:
   PartitionedInput(const at::Tensor& input, InputOrigin origin, RankOf where,
                    std::shared_ptr<KeptBytes> kept);
   ~PartitionedInput() override;
 
-  // Throws for an input that was changed in place, as autograd does for those that it keeps itself:
-  // what a function changes in the forward it would change in the recomputation, too, in memory
-  // that all ranks read. Throws in a forked child, whose parent goes on to use the memory.
+  // Throws for an input that was changed in place, as autograd does for its own: a function that
+  // changes an input in the forward would also do so in the recomputation, in memory that all ranks
+  // read. Throws in a forked child, whose parent goes on to use the memory.
   at::Tensor unpack() final;
 
-  // Torch calls this when the last owner goes and a weak pointer is left.
+  // Called by torch when the last owner goes while a weak pointer is left.
   void release_resources() final;
 
-  // Says whether this holds what is in `tensor`, which it was made of.
+  // Returns whether this still holds the values of `tensor`, from which it was made.
   bool holds(const at::Tensor& tensor) const;
   std::string text() const;
 
  protected:
-  // Adds to what is kept, until this dies.
+  // Adds to a counter of kept bytes, until this dies.
   void count(std::atomic<int64_t> KeptBytes::* which, int64_t bytes);
   at::IntArrayRef sizes() const { return sizes_; }
   at::IntArrayRef strides() const { return strides_; }
@@ -76,14 +76,14 @@ class PartitionedInput : public PackedTensor {
 
  private:
   virtual at::Tensor restore() = 0;
-  // Lets go of the values.
+  // Frees the values.
   virtual void drop() = 0;
   void count_no_more();
 
   std::vector<int64_t> sizes_;
   std::vector<int64_t> strides_;
   at::ScalarType dtype_;
-  c10::VariableVersion counter_;  // shared with the input, whose memory this does not keep
+  c10::VariableVersion counter_;  // shared with the input; does not keep its memory
   uint32_t version_;
   InputOrigin origin_;
   RankOf where_;

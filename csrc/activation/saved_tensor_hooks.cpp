@@ -24,7 +24,7 @@ class PackingHooks : public torch::autograd::SavedVariableHooks {
 
   void call_pack_hook(const at::Tensor& tensor) override {
     packed_ = packer_->pack(tensor);
-    packer_.reset();  // the graph must not keep what packs for others
+    packer_.reset();  // the graph must not keep the packer alive
     if (!packed_) {
       throw StopRecomputation{};
     }
@@ -37,7 +37,7 @@ class PackingHooks : public torch::autograd::SavedVariableHooks {
   c10::intrusive_ptr<PackedTensor> packed_;
 };
 
-// An engine that asks the stack of packers, which torch's C++ engine does not have.
+// An engine whose default hooks are the top of the stack of packers; torch's C++ engine has none.
 class PackingEngine : public torch::autograd::Engine {
  public:
   std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
@@ -53,8 +53,8 @@ class PackingEngine : public torch::autograd::Engine {
   }
 
  private:
-  // Torch starts the threads of one engine only, the first that runs a backward, which may have
-  // been its own. It is made that one, so that ours are started here and never again.
+  // Torch starts the device threads of one engine only, the first that runs a backward. Torch's own
+  // engine is made that one here, so that ours are started exactly once, below.
   static Engine* start() {
     get_base_engine().initialize_device_threads_pool();
     auto* engine = new PackingEngine;

@@ -16,25 +16,25 @@ namespace {
 
 constexpr int64_t kAlignBytes = 64;
 constexpr int64_t kLeastSegment = int64_t{4} << 20;
-constexpr size_t kBits = 63;  // slots of which a place can say that they go
+constexpr size_t kBits = 63;  // slots that Place::dropped can name
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlignBytes - 1) / kAlignBytes * kAlignBytes; }
 
 }  // namespace
 
-// A forked child writes into a copy of its own, so that it lets go of nothing.
+// A mapped segment. A forked child writes to a private copy of it, so that it releases no block.
 struct SharedArena::Block::Mapping {
   explicit Mapping(std::shared_ptr<const shm::Segment> given)
       : segment(std::move(given)), private_in_children(segment->private_in_children()) {}
 
   std::shared_ptr<const shm::Segment> segment;
-  std::unique_ptr<PrivateInChildren> private_in_children;  // goes before the segment
+  std::unique_ptr<PrivateInChildren> private_in_children;  // destroyed before the segment
 };
 
 SharedArena::Block::Block(std::shared_ptr<const Mapping> mapping, std::atomic<uint64_t>& released,
                           std::byte* data, uint64_t number)
     : mapping_(std::move(mapping)), released_(released), data_(data), number_(number) {
-  released_.store(0, std::memory_order_relaxed);  // what was data may look like a number
+  released_.store(0, std::memory_order_relaxed);  // earlier data may look like a number
 }
 
 SharedArena::Block::~Block() { released_.store(number_, std::memory_order_release); }
@@ -44,8 +44,8 @@ SharedArena::SharedArena(Communicator& communicator)
       where_(communicator.rank_of()),
       head_bytes_(aligned(where_.world * static_cast<int64_t>(sizeof(uint64_t)))) {}
 
-// Takes the smallest run that is large enough. If there is none, segments that are wholly free go,
-// and one is made of at least a quarter of what is left, so that there are few.
+// Takes the smallest free run that is large enough. If there is none, drops segments that are
+// wholly free and makes one of at least a quarter of what is left, so that there are few.
 SharedArena::Place SharedArena::find_place(int64_t bytes) {
   std::erase_if(used_, [this](const Used& used) {
     const bool is_free = is_released(used);

@@ -10,9 +10,9 @@
 namespace trireme {
 
 // The second stage of a reduction in two: sums of the ranks that share parameters are summed up
-// over those that hold the same shards (HSDP). It stands by itself so that what is worth doing on
-// the slower links (compression, a push to a server) can be put around it. Between hosts, where
-// both stages overlap by chunks below one verb, they are in comm/hosts.
+// over the ranks that hold the same shards (HSDP). It stands by itself so that work on the slower
+// links (compression, a push to a server) can be put around it. Between hosts, where both stages
+// overlap by chunks below one verb, they are in comm/hosts.
 class TRIREME_API Across {
  public:
   virtual ~Across() = default;
@@ -21,7 +21,7 @@ class TRIREME_API Across {
   virtual void announce_failure(const std::string& text) noexcept = 0;
 };
 
-// All-reduces over `replicas`.
+// Makes a stage that all-reduces over `replicas`.
 TRIREME_API std::unique_ptr<Across> make_replica_sum(std::shared_ptr<Communicator> replicas);
 
 }  // namespace trireme

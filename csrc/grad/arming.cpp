@@ -59,8 +59,8 @@ void Arming::after_forward(const std::vector<at::Tensor>& outputs, bool synchron
   for (const at::Tensor& output : outputs) {
     if (!output.requires_grad()) continue;
     if (output.is_leaf()) {
-      // Handed through; its hooks would pile up from forward to forward. An input is nobody's
-      // business, a parameter of ours has a hook already.
+      // Handed through; its hooks would pile up from forward to forward. An input needs none, and a
+      // parameter of ours has a hook already.
       all_found = all_found && !steps->owns(output);
       continue;
     }

@@ -13,7 +13,7 @@
 namespace trireme {
 namespace {
 
-// A contiguous parameter may have any strides where it has one row.
+// Returns the planned strides; a contiguous parameter may have any strides where it has one row.
 std::vector<int64_t> slot_strides(const at::Tensor& parameter, const ParameterInfo& info) {
   if (!info.strides.empty()) return info.strides;
   const bool is_as_planned =
@@ -25,7 +25,7 @@ std::vector<int64_t> slot_strides(const at::Tensor& parameter, const ParameterIn
   TORCH_INTERNAL_ASSERT(false, "this kind of bucket lacks ", what);
 }
 
-// A kernel's view of memory: complex numbers are pairs of reals.
+// Return memory as a kernel sees it: complex numbers are pairs of reals.
 at::ScalarType real_dtype(at::ScalarType dtype) { return c10::toRealValueType(dtype); }
 int64_t real_numel(at::ScalarType dtype, int64_t numel) {
   return c10::isComplexType(dtype) ? 2 * numel : numel;

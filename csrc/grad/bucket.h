@@ -19,8 +19,8 @@ namespace trireme {
 
 // [Note: who owns a gradient's memory]
 //
-// A bucket owns one flat buffer. What happens to a parameter's .grad depends on what it was when
-// this backward began:
+// A bucket owns one flat buffer. A parameter's .grad is handled by its state when this backward
+// began:
 //
 //   fresh     it was None. On CPU the gradient is copied into the buffer as soon as it is
 //             accumulated and its own memory is freed, so that the allocator hands the same warm
@@ -53,7 +53,7 @@ namespace trireme {
 // them: each becomes .grad again as long as nobody holds or has changed it. So a step makes no
 // tensors, and zero_grad() frees none.
 
-// Says which part of each gradient this rank keeps: all of it without a plan.
+// The part of each gradient that this rank keeps: all of it without a plan.
 struct OwnShards {
   std::shared_ptr<const ShardPlan> plan;
   int64_t rank = 0;
@@ -64,7 +64,7 @@ struct OwnShards {
   }
 };
 
-// How one parameter's gradient stands in the step that runs.
+// The state of one parameter's gradient in the step that runs.
 enum class GradOrigin : uint8_t { kFresh, kInPlace, kForeign };
 
 // The memory of one planned bucket. Not thread-safe; its reducer serialises access.
@@ -79,21 +79,21 @@ class TRIREME_API Bucket {
   virtual void begin_step(bool shadow);
 
   // Makes the slot hold zeros in this step, whatever .grad its parameter has: the parameter is no
-  // longer what the slot was planned for. A .grad that lies in the buffer moves out of it.
+  // longer the one that the slot was planned for. A .grad that lies in the buffer moves out of it.
   void leave_empty(size_t slot);
 
-  // Hears that the gradient of `slot` was accumulated (perhaps not for the first time in this
-  // step). Divides it by writing it times `scale`, where that can be done at once.
+  // Called when the gradient of `slot` was accumulated (perhaps not for the first time in this
+  // step). Divides it by writing it times `scale`, if that can be done at once.
   virtual void gradient_arrived(size_t slot, double scale);
 
-  // Notes that the gradient of `slot` was accumulated, where take() will ask for it.
+  // Notes that the gradient of `slot` was accumulated, if take() will ask for it.
   void note_arrived(size_t slot) { slots_[slot].arrived = true; }
-  // Returns what this rank has for a slot, as it lies in the buffer; undefined for zeros. Moves a
+  // Returns this rank's values for a slot, as they lie in the buffer; undefined for zeros. Moves a
   // fresh gradient that arrived out of .grad. Used instead of complete().
   at::Tensor take(size_t slot);
 
-  // Brings everything that is not yet in the buffer into it, times `scale`: gradients that did not
-  // arrive contribute what .grad holds, or zeros. Afterwards wire() is ready to be reduced.
+  // Brings all gradients that are not yet in the buffer into it, times `scale`: gradients that did
+  // not arrive contribute the values of .grad, or zeros. Afterwards wire() is ready to be reduced.
   virtual void complete(double scale) = 0;
 
   // Starts to sum wire() up over the ranks of `ranks`: the one collective of this bucket.
@@ -104,30 +104,29 @@ class TRIREME_API Bucket {
 
   // Puts the reduced gradient of a slot into the .grad of its parameter. Needs all of the sum.
   virtual void deliver(size_t slot, bool as_bucket_view);
-  // Makes the .grad of a parameter that no rank used what it was when the step began.
+  // Restores the .grad that a parameter which no rank used had when the step began.
   void restore(size_t slot);
 
-  // Gives up what others own, once a collective has brought all of the sum, or this rank's part.
+  // Frees other ranks' parts, once a collective has brought the whole sum, or this rank's part.
   virtual void keep_own() {
     if (own_) keep_own_gradients();
   }
-  // Makes what others own of .grad zeros without memory again, if anybody wrote to it.
+  // Makes the parts of other ranks in .grad zeros without memory again, if they were written to.
   void keep_own_gradients();
-  // Returns a tensor of the parameter's shape that holds what this rank owns of the sum.
-  // Needs shards.
+  // Returns a tensor of the parameter's shape with this rank's part of the sum. Needs shards.
   virtual at::Tensor spread_sum(size_t slot);
-  // Returns what this rank owns of the sum, laid out as told; it may be written to. Needs shards,
-  // and the sum to be there.
+  // Returns this rank's part of the sum, laid out as told; it may be written to. Needs shards, and
+  // the sum to be there.
   virtual at::Tensor own_sum(size_t slot, at::IntArrayRef sizes, at::IntArrayRef strides) const;
   at::Tensor own_sum(size_t slot) const { return own_sum(slot, {own(slot).numel}, {1}); }
   // Returns the parts of the sums that belong to the `chosen` slots; neighbours are one tensor.
   // Needs a bucket that is reduce_scattered.
   virtual std::vector<at::Tensor> sums_of(const std::vector<bool>& chosen);
   ShardRange own(size_t slot) const { return own_.of(plan_.slots[slot]); }
-  // Returns what this rank owns of a tensor that lies in memory as a slot's gradient does.
+  // Returns this rank's part of a tensor that lies in memory as a slot's gradient does.
   at::Tensor own_part(const at::Tensor& grad, size_t slot) const;
-  // Returns what this rank gets of a flat wire(), in elements: ascending, apart from each other,
-  // the tail included.
+  // Returns the ranges of a flat wire() that this rank gets, in elements: ascending, apart from
+  // each other, the tail included.
   std::vector<ShardRange> own_ranges() const;
 
   // Moves a .grad that is a range of `earlier` into the range of this bucket, with its values and
@@ -136,9 +135,9 @@ class TRIREME_API Bucket {
   virtual bool holds_gradient_of(const at::Tensor& parameter) const;
 
   const PlannedBucket& plan() const { return plan_; }
-  // Says whether its gradients become .grad in the dtypes that `infos` tell.
+  // Returns whether its gradients become .grad in the dtypes of `infos`.
   bool delivers_as(const std::vector<ParameterInfo>& infos) const;
-  // Returns gradients and tail together: what goes over the wire.
+  // Returns gradients and tail together, the data that go over the wire.
   const at::Tensor& wire() const { return buffer_; }
   // Returns the gradients without the tail; the sparse gradient of a sparse bucket.
   virtual at::Tensor payload() const { return buffer_; }
@@ -151,38 +150,38 @@ class TRIREME_API Bucket {
     std::string name;
     std::vector<int64_t> sizes;
     std::vector<int64_t> strides;
-    at::ScalarType dtype = at::kFloat;  // .grad has it
+    at::ScalarType dtype = at::kFloat;  // dtype of .grad
     GradOrigin origin = GradOrigin::kFresh;
     bool packed = false;   // its range of the buffer holds this step's contribution
     bool arrived = false;  // a hook fired for it in this step
     bool empty = false;    // see leave_empty()
-    at::Tensor saved;      // in place, but not used here: what to restore if nobody used it
+    at::Tensor saved;      // in place, but not used here: restored if no rank used it
   };
   struct Write {
     double scale = 1;
     bool add = false;
   };
 
-  // The plan's indices point into `parameters` and `infos`; the first must outlive the bucket. How
-  // gradients lie is as in `infos`, about which ranks agree, whatever the tensors are by now.
-  // `tail_numel` elements follow the gradients in the buffer and are the reducer's. Parameters must
-  // be dense in memory if `own` has a plan.
+  // Makes a bucket. The plan's indices point into `parameters` and `infos`; the first must outlive
+  // the bucket. How gradients lie is as in `infos`, about which ranks agree, whatever the tensors
+  // are by now. `tail_numel` elements follow the gradients in the buffer and are the reducer's.
+  // Parameters must be dense in memory if `own` has a plan.
   Bucket(PlannedBucket plan, const std::vector<at::Tensor>& parameters,
          const std::vector<ParameterInfo>& infos, int64_t tail_numel, OwnShards own);
 
   const at::Tensor& parameter(size_t slot) const;
-  // Returns what this rank has for a slot; undefined for zeros.
+  // Returns this rank's gradient of a slot; undefined for zeros.
   at::Tensor contribution(size_t slot) const;
-  // Throws c10::Error where a gradient has another dtype than .grad and the wire were planned with:
-  // it would be rounded unseen.
+  // Throws c10::Error if a gradient has another dtype than .grad and the wire were planned with: it
+  // would be rounded unseen.
   void check_dtype(const at::Tensor& grad, const Slot& slot) const;
   // Returns the gradient, or a copy, that lies in memory as its range of the buffer does. Throws
-  // c10::Error where it has other sizes than were planned, and as check_dtype() does.
+  // c10::Error if it has other sizes than were planned, and as check_dtype() does.
   at::Tensor arranged(const at::Tensor& grad, const Slot& slot) const;
   // Writes elements of a dense tensor to `offset` in the buffer.
   void write_range(int64_t offset, const at::Tensor& from, ShardRange range, Write how);
   at::Tensor range(size_t slot) const;
-  // Gives up the .grad of the slots whose gradients are in the buffer now.
+  // Drops the .grad of the slots whose gradients are in the buffer now.
   void drop_taken();
 
   virtual bool is_range(const at::Tensor& /*grad*/, size_t /*slot*/) const { return false; }

@@ -13,16 +13,16 @@
 namespace trireme {
 namespace {
 
-// A parameter that some rank left unused stays in a trailing bucket for that many synchronized
-// steps, so that one that is used every other step does not move the buckets every step.
+// How many synchronized steps a parameter that some rank left unused stays in a trailing bucket, so
+// that one that is used every other step does not move the buckets every step.
 constexpr int64_t kTrailingSteps = 8;
 
-// Gradients of other parameters lie row by row.
+// Returns whether a tensor is dense but does not lie row by row.
 bool lies_in_other_order(const at::Tensor& tensor) {
   return !tensor.is_contiguous() && tensor.is_non_overlapping_and_dense();
 }
 
-// A tensor that takes any dtype of gradients gets them in its own.
+// Returns the dtype of a tensor's gradients: its own if it takes any.
 at::ScalarType gradient_dtype_of(const at::Tensor& tensor) {
   return tensor.grad_dtype().value_or(tensor.scalar_type());
 }
@@ -74,7 +74,7 @@ void BucketLayout::begin(const NamedParameters& parameters, int64_t step) {
   used_ = UsedMap(static_cast<int64_t>(count));
   arrivals_.begin(count);
   order_.clear();
-  // Last registered, first to get its gradient: the guess until one was seen.
+  // The parameter registered last gets its gradient first: the guess until an order was seen.
   for (size_t i = count; i-- > 0;)
     if (infos_[i].requires_grad) order_.push_back(static_cast<int64_t>(i));
   is_stale_ = true;
@@ -141,7 +141,7 @@ void BucketLayout::build(const Transport& transport) {
   is_stale_ = false;
   auto [plan, numbers] = plan_from(0, order_);
   const bool scatters = may_scatter() && !(transport.has_stream && StreamWire::takes(plan));
-  // Gradients may become a stream, which needs none of it, after the first backward.
+  // Gradients may become a stream, which needs no runs, after the first backward.
   if (pool_) pool_->keep_idle(scatters && !arrivals_.is_observing() ? BufferPool::kIdle : 0);
   const bool tail_fits =
       transport.carries_tail && !scatters && !plan.buckets.empty() && !plan.buckets.back().sparse &&

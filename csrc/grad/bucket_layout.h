@@ -23,12 +23,12 @@ namespace trireme {
 
 TRIREME_API std::vector<ParameterInfo> describe_parameters(const NamedParameters& parameters);
 
-// Say whether a parameter still lies in memory, and has gradients in the dtype, as it was
+// Return whether a parameter still lies in memory, and has gradients in the dtype, as it was
 // described.
 TRIREME_API bool lies_as_described(const at::Tensor& parameter, const ParameterInfo& info);
 TRIREME_API bool has_described_dtypes(const at::Tensor& parameter, const ParameterInfo& info);
 
-// Where a parameter's gradient lies in the buckets of the step.
+// The place of a parameter's gradient in the buckets of the step.
 struct BucketPlace {
   int32_t bucket = -1;
   int32_t slot = -1;
@@ -36,8 +36,8 @@ struct BucketPlace {
   bool is_planned() const { return bucket >= 0; }
 };
 
-// Holds which gradients share a bucket, and where each lies: the parameters, the plan made of
-// them, its buckets, and who used what. It is the same on all ranks. Not thread-safe; its reducer
+// The parameters, the plan of their buckets, these buckets, and the used-map: which gradients share
+// a bucket, and where each lies. It is the same on all ranks. Not thread-safe; its reducer
 // serialises access.
 class TRIREME_API BucketLayout {
  public:
@@ -47,33 +47,32 @@ class TRIREME_API BucketLayout {
     std::optional<at::ScalarType> reduce_dtype;
     // The dtype of each parameter's gradient on the wire; see ParameterInfo. Empty: as above.
     std::vector<std::optional<at::ScalarType>> reduce_dtypes;
-    // Stands in front of each bucket's name. Ranks notice by it that they came to reducers in
-    // different orders, even where parameters have the same names.
+    // The beginning of each bucket's name, by which ranks notice that they came to reducers in
+    // different orders, even if parameters have the same names.
     std::string bucket_prefix;
     OwnShards own;
   };
   // Takes the device of runs from the first parameter.
   BucketLayout(Options options, const NamedParameters& parameters);
 
-  // Begins as if nothing had been known of any parameter before. There are no buckets until
-  // build().
+  // Starts anew with these parameters. There are no buckets until build().
   void begin(const NamedParameters& parameters, int64_t step);
 
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
-  // Says whether `tensor` is one of the parameters.
+  // Returns whether `tensor` is one of the parameters.
   bool has(const at::Tensor& tensor) const;
   std::vector<ParameterInfo>& infos() { return infos_; }
   const std::vector<ParameterInfo>& infos() const { return infos_; }
   c10::Device device() const { return infos_.front().device; }
-  // Counts on from the last synchronization.
+  // Returns the used-map, which counts from the last synchronization on.
   UsedMap& used() { return used_; }
   const UsedMap& used() const { return used_; }
   ArrivalOrder& arrivals() { return arrivals_; }
   const ArrivalOrder& arrivals() const { return arrivals_; }
 
-  // Makes plan and buckets anew where they are stale. Gradients that lie in an earlier bucket move.
+  // Makes plan and buckets anew if they are stale. Gradients that lie in an earlier bucket move.
   struct Transport {
-    bool has_stream = false;    // gradients go one by one where the plan allows it
+    bool has_stream = false;    // gradients go one by one if the plan allows it
     bool carries_tail = false;  // the used-map may ride behind the last bucket's gradients
   };
   void build(const Transport& transport);
@@ -85,9 +84,9 @@ class TRIREME_API BucketLayout {
   // Returns the index under which a communication hook knows a bucket.
   int64_t number_of(size_t bucket) const { return numbers_[bucket]; }
   BucketPlace place_of(size_t parameter) const { return places_[parameter]; }
-  // Says whether the used-map rides behind the last bucket's gradients.
+  // Returns whether the used-map rides behind the last bucket's gradients.
   bool carries_tail() const { return carries_tail_; }
-  // Says whether buckets are reduce_scattered.
+  // Returns whether buckets are reduce_scattered.
   bool scatters() const { return scatters_; }
   BufferPool* pool() { return pool_.get(); }
 
@@ -103,12 +102,12 @@ class TRIREME_API BucketLayout {
   void set_order(std::vector<int64_t> order);
   // Keeps buckets from now on; see [Note: buckets under a communication hook].
   void keep_buckets();
-  // Moves what some rank left unused in the step that is over to trailing buckets, and back. The
-  // map is the same on all ranks, so all come to the same plan without a word.
+  // Moves parameters that some rank left unused in the last step to trailing buckets, and back. The
+  // map is the same on all ranks, so all come to the same plan without communication.
   void update_trailing(int64_t step, int64_t world);
 
   // Plans these parameters, which the plan of the step lacks, by themselves: into the buckets that
-  // they will have, if buckets are kept. Makes a bucket for such gradients beside the plan.
+  // they will have, if buckets are kept. make_bucket() makes a bucket for such gradients.
   NumberedPlan plan_beside(const std::vector<int64_t>& parameters) {
     return plan_from(plan_.buckets.size(), parameters);
   }
@@ -136,7 +135,7 @@ class TRIREME_API BucketLayout {
   std::shared_ptr<BufferPool> pool_;  // null unless buckets may be reduce_scattered
   std::vector<int64_t> order_;
   std::vector<bool> trailing_;
-  std::vector<int64_t> partly_used_at_;  // the last step in which some rank left it unused
+  std::vector<int64_t> partly_used_at_;  // last step in which some rank left it unused
   std::vector<bool> excluded_;
   BucketPlan plan_;
   std::vector<int64_t> numbers_;     // one per bucket

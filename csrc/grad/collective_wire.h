@@ -9,12 +9,12 @@
 
 namespace trireme {
 
-// One collective per bucket, in place: an all-reduce of a flat or a sparse one, a reduce_scatter of
-// runs. Extra memory: none.
+// A wire with one collective per bucket, in place: an all-reduce of a flat or a sparse one, a
+// reduce_scatter of runs. Extra memory: none.
 class TRIREME_API CollectiveWire final : public Wire {
  public:
-  // Buckets are summed up over `sharers`, all `ranks` if that is null, and what this rank gets of
-  // them goes `across`, if there is something.
+  // Sums buckets up over `sharers`, or all `ranks` if that is null, and then this rank's part
+  // `across`, if there is such a stage.
   explicit CollectiveWire(const std::shared_ptr<Communicator>& ranks,
                           std::shared_ptr<Communicator> sharers = nullptr,
                           std::unique_ptr<Across> across = nullptr)

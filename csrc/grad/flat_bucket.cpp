@@ -28,15 +28,15 @@ void FlatBucket::have_home() {
   if (!buffer_.defined()) allocate();
 }
 
-// Says whether a tensor that was delivered may become .grad again: nobody holds it but we and its
-// Python object, which nobody holds either, and it is what it was.
+// Returns whether a tensor that was delivered may become .grad again: only we and its Python
+// object, which has no other owner either, hold it, and it is unchanged.
 bool FlatBucket::is_untouched(const at::Tensor& delivered, size_t slot) const {
   return torch::autograd::impl::is_tensor_stealable(delivered) && is_range(delivered, slot) &&
          delivered.unsafeGetTensorImpl()->autograd_meta() == nullptr;
 }
 
-// Counts the tensors over the buffer that only we hold, and the .grad that are, if they are ours to
-// write to. Forgets delivered tensors that are somebody else's, too.
+// Counts the tensors over the buffer that only we hold, and each .grad over it, if we may write to
+// it. Forgets delivered tensors that have other owners, too.
 size_t FlatBucket::count_uses(bool writes_to_gradients) {
   size_t uses = 1;
   for (size_t i = 0; i < slots_.size(); ++i) {
@@ -56,8 +56,8 @@ size_t FlatBucket::count_uses(bool writes_to_gradients) {
 void FlatBucket::begin_step(bool shadow) {
   Bucket::begin_step(shadow);
   if (buffer_.defined()) {
-    // Whoever else holds the storage holds a gradient of an earlier step: leave it alone. So does a
-    // .grad where this backward makes a graph: see [Note: gradients with a graph].
+    // Another owner of the storage holds a gradient of an earlier step: leave it alone. So does a
+    // .grad if this backward makes a graph: see [Note: gradients with a graph].
     const size_t our_uses = count_uses(!shadow && !at::GradMode::is_enabled());
     if (buffer_.storage().use_count() == our_uses) return;
   }

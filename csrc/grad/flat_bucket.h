@@ -7,8 +7,8 @@
 
 namespace trireme {
 
-// Gradients one behind the other as planned, and a tail: what an all-reduce or a stream of deposits
-// sums up. See [Note: who owns a gradient's memory] in bucket.h.
+// Gradients one behind the other as planned, and a tail: the buffer that an all-reduce or a stream
+// of deposits sums up. See [Note: who owns a gradient's memory] in bucket.h.
 class TRIREME_API FlatBucket final : public Bucket {
  public:
   // Its buffer is lazy if `own` has a plan.
@@ -35,7 +35,7 @@ class TRIREME_API FlatBucket final : public Bucket {
   size_t count_uses(bool writes_to_gradients);
   void complete_on_device(double scale);
 
-  std::vector<at::Tensor> delivered_;  // what became .grad in an earlier step, by slot
+  std::vector<at::Tensor> delivered_;  // tensors that became .grad in an earlier step, by slot
 };
 
 }  // namespace trireme

@@ -48,7 +48,7 @@ class DueHook final : public torch::autograd::FunctionPreHook {
   GradSink& sink_;
 };
 
-// Says whether both refer to one node. The strong reference keeps it in its place, so that
+// Returns whether both refer to one node. The strong reference keeps it in its place, so that
 // addresses tell, without the atomic operations that locking the weak one would cost per parameter
 // and forward.
 template <typename Weak, typename Strong>

@@ -14,17 +14,17 @@
 
 namespace trireme {
 
-// Receives "the gradient of parameter `index` has just been accumulated into .grad" (or, with
-// has_gradient false, "backward came by and brought none": a node returned no gradient). Called on
-// the autograd thread of the parameter's device, without the GIL; what it throws comes out of
+// The receiver of gradients. gradient_ready() is called when the gradient of parameter `index` has
+// just been accumulated into .grad (or, with has_gradient false, when a node returned none for it),
+// on the autograd thread of the parameter's device, without the GIL; exceptions come out of
 // backward().
 class GradSink {
  public:
   virtual ~GradSink() = default;
   virtual void gradient_ready(int64_t index, bool has_gradient) = 0;
 
-  // Hears that the parameter's gradient is about to be accumulated. Only hooks that were made with
-  // `also_before` say so.
+  // Called before the parameter's gradient is accumulated, by hooks that were made with
+  // `also_before`.
   virtual void gradient_due(int64_t /*index*/) {}
 };
 
@@ -36,7 +36,7 @@ class GradSink {
 class TRIREME_API GradHook {
  public:
   GradHook() = default;  // no parameter
-  // The sink hears of a gradient before it is accumulated, too, if `also_before` says so.
+  // With `also_before` the sink is called before a gradient is accumulated, too.
   GradHook(const at::Tensor& parameter, int64_t index, GradSink& sink, bool also_before = false);
   ~GradHook() { detach(); }
   GradHook(GradHook&& other) noexcept { swap(other); }
@@ -45,12 +45,12 @@ class TRIREME_API GradHook {
     return *this;
   }
 
-  // Says whether gradients of `parameter` still arrive here. A change of dtype or device makes
+  // Returns whether gradients of `parameter` still arrive here. A change of dtype or device makes
   // autograd build another node, and the hook on the old one silently stops.
   bool is_attached_to(const at::Tensor& parameter) const;
 
-  // Says whether the backward running on this thread will accumulate into this parameter, when it
-  // is a backward(inputs=...) or autograd.grad() that visits a part of the graph only.
+  // Returns whether the backward running on this thread will accumulate into this parameter, when
+  // it is a backward(inputs=...) or autograd.grad() that visits a part of the graph only.
   bool is_visited_by(const std::unordered_map<torch::autograd::Node*,
                                               torch::autograd::GraphTask::ExecInfo>& visited) const;
 

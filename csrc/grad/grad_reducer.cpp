@@ -59,7 +59,7 @@ void GradReducer::build_layout() {
                  .carries_tail = wires_.own().carries_tail() && !landing_->may_defer_sums()});
 }
 
-// Looks at what may have changed since the last step: the group, the user's parameters.
+// Checks for changes since the last step: of the group, of the user's parameters.
 void GradReducer::look_around() {
   communicator_->recover();
   if (const auto failure = communicator_->failure())
@@ -87,7 +87,7 @@ void GradReducer::forward_ends() {
   clock_.forward_ends();
 }
 
-// Every rank begins at the same place in its sequence of collectives.
+// Begins at the same place in the sequence of collectives on every rank.
 void GradReducer::begin_backward(Part part) {
   checks_.expect(arming_->is_idle(), "got a second backward before finalize_backward()",
                  "Call finalize_backward() once per synchronized backward.");
@@ -229,7 +229,7 @@ void GradReducer::collect(bool may_learn) {
   used.start_reading(layout_.carries_tail() ? layout_.buckets().back()->tail()
                                             : used.own_wire(layout_.device()));
   if (needs_map()) settle_map();
-  // What no .grad has yet counts for the next synchronization.
+  // Uses that no .grad holds yet count for the next synchronization.
   used.begin_anew(
       [this](size_t index, bool is_used) { return landing_->still_counts(index, is_used); });
   layout_.arrivals().end_step();
@@ -248,8 +248,8 @@ void GradReducer::send_map() {
   map_pending_ = wires_.own().reduce_map(counts);
 }
 
-// On devices reading the map waits for this backward. Where this rank used everything and changed
-// nothing it is read when the next one is armed.
+// Returns whether to read the map now. On devices reading waits for this backward; if this rank
+// used everything and changed nothing, it is read when the next one is armed.
 bool GradReducer::needs_map() const {
   return layout_.device().is_cpu() || layout_.used().changed_here() ||
          layout_.arrivals().is_observing() || !queue_.has_delivered_all();
@@ -285,8 +285,7 @@ void GradReducer::learn_order() {
   layout_.arrivals().send(*communicator_, layout_.order(), layout_.device());
 }
 
-// Collects where no backward runs, whose end would tell the others of an exception: it tells them
-// itself.
+// Collects without a backward, whose end would tell the others of an exception: tells them itself.
 void GradReducer::collect_by_itself(Part part, bool may_learn) {
   const at::NoGradGuard no_grad;
   arming_->begin_by_itself(part);

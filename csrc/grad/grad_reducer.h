@@ -28,7 +28,7 @@ class CommHook;
 
 // [Note: wire and landing]
 //
-// A gradient's story has two axes. Its *wire* (wire.h) is how it leaves this rank and comes back as
+// A gradient's path has two parts. Its *wire* (wire.h) is how it leaves this rank and comes back as
 // a sum: one collective per bucket, one stream of deposits, a communication hook. Its *landing*
 // (landing.h) is where the sum ends: whole in .grad (DDP), as a shard of .grad (ZeRO 2), in the
 // .grad of a shard's owner (fully_shard). Strategies differ by these two, and by when a backward
@@ -43,13 +43,13 @@ struct GradReducerOptions {
   std::vector<std::optional<at::ScalarType>> reduce_dtypes = {};
   std::string area = "ddp";        // names the strategy in messages
   std::string bucket_prefix = {};  // see BucketLayout::Options
-  // Says that parameters have the same values on all ranks. Ranks compare samples of parameters
+  // Whether parameters have the same values on all ranks. Ranks then compare samples of parameters
   // whose `.data` was given other memory, at the end of the backward that follows, and warn, once,
   // if these differ.
   bool compares_moved_values = false;
 };
 
-// How ranks that reduce find out, at no cost, whether some of them have the same number.
+// A comparison of one number between ranks that reduce, at no cost.
 struct NumberComparison {
   std::function<int64_t()> number;  // at least 0; asked for when the used-map is sent
   int64_t share = 0;                // see UsedMap::compare()
@@ -57,7 +57,7 @@ struct NumberComparison {
   int64_t world = 0;                // how many ranks compare
 };
 
-// What a strategy makes a reducer of.
+// The parts from which a strategy makes a reducer.
 struct GradReducerParts {
   std::shared_ptr<Communicator> communicator;  // all ranks that take part in a step
   std::shared_ptr<Arming> arming;
@@ -85,12 +85,12 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
     const auto lock = arming_->lock();
     changes_.watch_module(std::move(watch));
   }
-  // Finds parameters that were unfrozen, whose gradients would else go by unseen.
+  // Finds parameters that were unfrozen, whose gradients would else go unnoticed.
   void notice_changes() {
     const auto lock = arming_->lock();
     if (arming_->is_idle()) changes_.watch_parameters();
   }
-  // Says which parameters get no gradient on this rank in the next synchronized backward, so that
+  // Sets which parameters get no gradient on this rank in the next synchronized backward, so that
   // others in their buckets do not wait for its end. One flag per parameter. Called by the armed
   // callback. A gradient that comes all the same is in time until its bucket is launched.
   void expect_none(std::vector<bool> unused) {
@@ -98,7 +98,7 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
     unused_ = std::move(unused);
   }
 
-  // Makes ranks compare numbers in each synchronized backward; nothing is done unless these are all
+  // Makes ranks compare numbers in each synchronized backward; does nothing unless these are all
   // the ranks that reduce.
   void compare_numbers(NumberComparison comparison) {
     if (comparison.world == communicator_->world()) comparison_ = std::move(comparison);
@@ -107,13 +107,12 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
   // Puts `hook` in the place of the wire. Throws c10::Error on a second call, and while a backward
   // runs.
   void set_comm_hook(std::shared_ptr<CommHook> hook);
-  // Sets what sums are divided by: the number of ranks, unless a join counts only those still
-  // active.
+  // Sets the divisor of sums: the number of ranks, unless a join counts only those still active.
   void set_divisor(double divisor) {
     divisor_ = divisor;
     landing_->set_divisor(divisor);
   }
-  // Says where buffers of reduce_scatters come from; see BufferPool::set_source(). Needs shards.
+  // Sets where buffers of reduce_scatters come from; see BufferPool::set_source(). Needs shards.
   void set_memory_source(BufferPool::Source source) {
     layout_.pool()->set_source(std::move(source));
   }
@@ -130,8 +129,8 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
     collect_by_itself(deliver ? Part::kZerosDelivered : Part::kZeros, /*may_learn=*/true);
   }
 
-  // The callback is called with the indices of parameters whose .grad has just become final, on the
-  // thread that runs backward, which may still be at work on others (optimizer in backward).
+  // Called with the indices of parameters whose .grad has just become final, on the thread that
+  // runs backward, which may still be at work on others (optimizer in backward).
   using DeliveredCallback = std::function<void(const std::vector<int64_t>& parameters)>;
   void set_delivered_callback(DeliveredCallback callback) {
     const auto lock = arming_->lock();
@@ -144,11 +143,11 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
     wires_.own().announce_failure(text);
   }
 
-  // Says whether there are parameters to train, of which none got a gradient since the last
+  // Returns whether there are parameters to train, of which none got a gradient since the last
   // synchronization.
   bool lacks_gradients() const;
 
-  // Returns what the last completed backward took.
+  // Returns the times of the last completed backward.
   StepReport last_step() const {
     const auto lock = arming_->lock();
     return clock_.last();
@@ -164,7 +163,7 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
   bool is_shadow() const { return part_ != Part::kGradients; }
   bool is_expected(size_t index) const { return unused_.empty() || !unused_[index]; }
 
-  // what hooks and the arming say
+  // called by hooks and the arming
   void gradient_ready(int64_t index, bool has_gradient) override;
   void gradient_due(int64_t index) override;
   void forward_begins() override;
@@ -187,7 +186,7 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
   void begin_step();
   void begin_wire();
   void catch_up();
-  // Says whether this backward will find the buckets that a communication hook goes on to see.
+  // Returns whether this backward will find the buckets that a communication hook keeps seeing.
   bool settles_buckets() const { return wires_.own().divides() && !keeps_buckets_; }
   void keep_buckets() {
     keeps_buckets_ = true;

@@ -12,8 +12,8 @@
 
 namespace trireme {
 
-// Refuses calls that come out of order, and gradients that a backward cannot average, or says what
-// comes of them. What is raised while a gradient comes leaves the user's backward().
+// Checks of the order of calls, and of gradients that a backward cannot average: throw, or warn. An
+// exception thrown while a gradient comes leaves the user's backward().
 class TRIREME_API GradientChecks {
  public:
   // `area` names the strategy in messages.
@@ -28,17 +28,17 @@ class TRIREME_API GradientChecks {
   // has no forward of its own (ZeRO) begin with a backward.
   [[noreturn]] void refuse_after(const std::string& failure, bool begins_with_backward) const;
 
-  // Throws c10::NotImplementedError for a gradient that somebody took out of .grad. A parameter
-  // that came after wrapping has no name.
+  // Throws c10::NotImplementedError for a gradient that was taken out of .grad. A parameter that
+  // came after wrapping has no name.
   void check(const at::Tensor& parameter, const std::string& name);
   // Warns once, on rank 0, if a gradient has a graph; see [Note: gradients with a graph].
   void check_graph(const at::Tensor& parameter, bool is_kept) const;
   // Throws c10::NotImplementedError: the gradient that came is on its way already.
   [[noreturn]] void refuse_late(const std::string& name);
 
-  // Returns what other ranks are told of a backward that an exception has left: after the gradient
-  // of that parameter, empty before any. What was thrown here last in this step is the cause, else
-  // the text `why`, if there is one.
+  // Returns the message to other ranks about a backward that an exception has left: after the
+  // gradient of parameter `last`, empty before any. The cause is the last exception thrown here in
+  // this step, else the text `why`, if there is one.
   std::string text_of_abandoned(int64_t step, const std::string& last,
                                 const std::string& why) const;
   void begin_step() { refused_.clear(); }
@@ -48,7 +48,7 @@ class TRIREME_API GradientChecks {
 
   std::string area_;
   RankOf where_;
-  std::string refused_;  // what was thrown last in this step
+  std::string refused_;  // the last exception text of this step
 };
 
 }  // namespace trireme

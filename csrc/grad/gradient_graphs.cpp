@@ -15,7 +15,7 @@ namespace {
 
 using torch::autograd::variable_list;
 
-// Hands a gradient on to all of this rank's gradients that are in an average.
+// Passes a gradient on to all of this rank's gradients that are in an average.
 class AverageNode final : public torch::autograd::Node {
  public:
   explicit AverageNode(double factor) : factor_(factor) {}

@@ -20,18 +20,18 @@ namespace trireme {
 // this rank's part of the derivative, as under torch's DistributedDataParallel. Its sum over the
 // ranks is the derivative of the average. A gradient that is averaged twice is multiplied twice.
 //
-// A landing takes the graph off each gradient that comes, so that its memory can go as ever, and
-// gives it to the average. A strategy that keeps only a part of each average drops it. A backward
-// that makes no graph leaves the one that an average has as it is, also where the next average is
+// A landing takes the graph off each gradient that comes, so that its memory can be freed as ever,
+// and gives it to the average. A strategy that keeps only a part of each average drops it. A
+// backward that makes no graph leaves the average's graph as it is, also if the next average is
 // another tensor (a bucket whose memory a hook still holds is not written again).
 //
-// Two rules follow. Where there is a graph, autograd adds out of place: .grad is then another
-// tensor, and the one before it is the caller's (FlatBucket::begin_step). And a backward that
-// reaches an average synchronizes, as if it had reached the forward that the average comes from.
+// Two rules follow. If there is a graph, autograd adds out of place: .grad is then another tensor,
+// and the old one is the caller's (FlatBucket::begin_step). And a backward that reaches an average
+// synchronizes, as if it had reached the forward that the average comes from.
 
-// Says whether a gradient has a function.
+// Returns whether a gradient has a function.
 TRIREME_API bool has_graph(const at::Tensor& grad);
-// Makes a gradient one without a graph, in place.
+// Removes the graph of a gradient, in place.
 TRIREME_API void drop_graph(const at::Tensor& grad);
 // Returns the gradient if it is an average with a graph, else an undefined tensor.
 TRIREME_API at::Tensor average_with_graph(const at::Tensor& grad);
@@ -45,11 +45,11 @@ class TRIREME_API GradientGraphs {
   // `reached` is called when a backward has come to an average, on autograd's thread.
   explicit GradientGraphs(std::function<void()> reached) : reached_(std::move(reached)) {}
 
-  // Keeps what it has taken, since a step may begin again with other buckets.
+  // Begins a step. Keeps graphs taken before, since a step may begin again with other buckets.
   void begin(size_t parameters) { taken_.resize(parameters); }
-  // Takes its graph off a gradient, if it has one; a further one if more was accumulated.
+  // Takes the graph off a gradient, if it has one; a further one if more was accumulated.
   void take(size_t parameter, const at::Tensor& grad);
-  // Gives `grad` what was taken, times `factor`.
+  // Gives `grad` the graphs that were taken, times `factor`.
   void give_back(size_t parameter, const at::Tensor& grad, double factor);
 
  private:

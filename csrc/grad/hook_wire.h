@@ -8,7 +8,7 @@ namespace trireme {
 
 class CommHook;
 
-// Hands each bucket to a communication hook, which reduces it in its own way, and divides. On CPU
+// Passes each bucket to a communication hook, which reduces it in its own way, and divides. On CPU
 // one hook runs at a time: it may chain collectives in callbacks, which the engine's threads run,
 // and so all ranks issue them in one order.
 class TRIREME_API HookWire final : public Wire {

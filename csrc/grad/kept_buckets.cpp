@@ -15,8 +15,8 @@ bool are_alike(const ParameterInfo& a, const ParameterInfo& b) {
 
 }  // namespace
 
-// Says whether a bucket still holds what it was planned for; then its plan has the places that its
-// parameters have now.
+// Returns whether a bucket still holds its planned parameters; then updates its plan to the places
+// that these have now.
 bool KeptBuckets::follow(Kept& kept, const Present& present) {
   for (size_t i = 0; i < kept.tensors.size(); ++i) {
     const auto found =

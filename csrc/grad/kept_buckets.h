@@ -15,12 +15,12 @@ namespace trireme {
 // [Note: buckets under a communication hook]
 //
 // A hook may keep state by a bucket's index: errors of a compression, of the bucket's length. So
-// the buckets that a hook has seen are kept as long as all their parameters are what they were
-// planned as: the tensor, how it lies, the dtype of its gradient. A parameter that was frozen keeps
+// the buckets that a hook has seen are kept as long as all their parameters are as they were
+// planned: the tensor, how it lies, the dtype of its gradient. A parameter that was frozen keeps
 // its place, which carries zeros. A bucket in which all are frozen is not sent, and comes back with
-// any of them. A bucket of which a parameter was replaced or cast is given up: what is left of it,
-// and what comes in addition, goes into buckets behind the others, with indices that no bucket has
-// had before.
+// any of them. A bucket of which a parameter was replaced or cast is given up: its remaining
+// parameters, and new ones, go into buckets behind the others, with indices that no bucket has had
+// before.
 //
 // The order of gradients is therefore learned before a hook sees its first bucket, whereas buckets
 // without a hook change after the first backward.
@@ -36,18 +36,18 @@ struct NumberedPlan {
   }
 };
 
-// Remembers the buckets that a communication hook has seen.
+// The buckets that a communication hook has seen.
 class TRIREME_API KeptBuckets {
  public:
-  // What all parameters are now; plans index them.
+  // The present state of all parameters; plans index them.
   struct Present {
     const std::vector<at::Tensor>& tensors;
     const std::vector<ParameterInfo>& infos;
   };
   using Planner = std::function<BucketPlan(std::vector<int64_t> parameters)>;
 
-  // Returns the kept buckets that hold any of `parameters`. What none of them holds is planned by
-  // `plan_of` into buckets behind these, which are kept from now on.
+  // Returns the kept buckets that hold any of `parameters`. Parameters in none of them are planned
+  // by `plan_of` into buckets behind these, which are kept from now on.
   NumberedPlan plan(const std::vector<int64_t>& parameters, const Present& present,
                     const Planner& plan_of);
 
@@ -55,7 +55,7 @@ class TRIREME_API KeptBuckets {
   struct Kept {
     PlannedBucket planned;
     int64_t number = 0;
-    // What its slots held when it was planned.
+    // The content of its slots when it was planned.
     std::vector<at::Tensor> tensors;
     std::vector<ParameterInfo> infos;
   };

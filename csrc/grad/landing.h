@@ -14,36 +14,36 @@
 
 namespace trireme {
 
-// Where gradients end: what becomes of a sum once it is there, and of what .grad held before. Each
-// strategy has its own, and asks it what it wants to know of its gradients.
+// Where gradients end: what becomes of a sum once it is there, and of the old .grad. Each strategy
+// has its own, and asks it about its gradients.
 //
-// The reducer calls these, with its lock held (Arming::lock), on the thread that runs backward or
-// that trains.
+// The reducer calls these functions, with its lock held (Arming::lock), on the thread that runs
+// backward or the training thread.
 class TRIREME_API Landing {
  public:
   virtual ~Landing() = default;
 
-  // Says which part of each gradient this rank keeps; the same one always.
+  // Returns the part of each gradient that this rank keeps; always the same one.
   virtual OwnShards own_shards() const { return {}; }
-  // Says whether some steps leave their sums to the wire's hand_out(); the same always.
+  // Returns whether some steps leave their sums to the wire's hand_out(); always the same.
   virtual bool may_defer_sums() const { return false; }
-  // Says whether the reducer may begin anew with other parameters.
+  // Returns whether the reducer may begin anew with other parameters.
   virtual bool may_replan() const { return true; }
 
-  // Begins with the parameters of a layout, which lives as long as this is asked.
+  // Begins with the parameters of a layout, which lives as long as this is used.
   virtual void begin(BucketLayout& layout) { layout_ = &layout; }
   void set_divisor(double divisor) { divisor_ = divisor; }
 
-  // A gradient is about to be accumulated where no backward synchronizes.
+  // Called before a gradient is accumulated outside a synchronized backward.
   virtual void due(size_t /*parameter*/) {}
-  // A gradient was accumulated that this backward does not synchronize.
+  // Called after a gradient was accumulated that this backward does not synchronize.
   virtual void accumulated(size_t /*parameter*/) {}
-  // Says whether .grad holds a gradient that came before anybody watched.
+  // Returns whether .grad holds a gradient that came before the hook was there.
   virtual bool has_unseen(size_t /*parameter*/) const { return false; }
 
-  // A backward that synchronizes begins: first before the layout is made, then when it is.
+  // Called when a synchronized backward begins: first before the layout is made, then when it is.
   virtual void before_backward() {}
-  // Says whether this step may leave its sums to the wire.
+  // Returns whether this step may leave its sums to the wire.
   virtual bool defers_step() const { return false; }
   struct Step {
     Wire& wire;
@@ -52,31 +52,31 @@ class TRIREME_API Landing {
   };
   virtual void begin_step(const Step& /*step*/) {}
 
-  // Says whether the average has a graph where this rank's gradient had one.
+  // Returns whether the average has a graph if this rank's gradient had one.
   virtual bool keeps_graphs() const { return false; }
-  // A gradient of the step is in .grad, perhaps not for the first time, and goes to the wire next.
-  // Takes its graph off it; see [Note: gradients with a graph].
+  // Called when a gradient of the step is in .grad, perhaps not for the first time, before it goes
+  // to the wire. Takes its graph off it; see [Note: gradients with a graph].
   virtual void came(size_t index) { drop_graph(parameter(index).grad()); }
 
-  // The ranks that share a bucket have its sum. Returns what goes on to those that hold the same
-  // shards, if others do.
+  // Called when the ranks that share a bucket have its sum. Returns the tensors that go on to other
+  // ranks with the same shards, if there are any.
   virtual std::vector<at::Tensor> take_sums(Bucket& /*bucket*/) { return {}; }
 
   // When a parameter's sum becomes .grad: as soon as it is there, when show_sums() has shown it, or
   // not in this step.
   enum class Turn : uint8_t { kAtOnce, kAfterShown, kHeldBack };
   virtual Turn turn_of(size_t /*parameter*/) const { return Turn::kAtOnce; }
-  // Shows sums that wait for it to who asked for them. Returns whether there were any.
+  // Shows waiting sums to the callback that asked for them. Returns whether there were any.
   virtual bool show_sums(const Buckets& /*buckets*/) { return false; }
 
-  // Puts the sum of a slot where it belongs: some rank used the parameter.
+  // Puts the sum of a slot in its place: some rank used the parameter.
   virtual void deliver(Bucket& bucket, size_t slot) = 0;
-  // Makes .grad what it was when the step began: no rank used the parameter.
+  // Restores the .grad of when the step began: no rank used the parameter.
   virtual void restore(Bucket& bucket, size_t slot) { bucket.restore(slot); }
-  // Says whether what was used in this step counts for the next one, too.
+  // Returns whether a parameter's use in this step counts for the next one, too.
   virtual bool still_counts(size_t /*parameter*/, bool /*used*/) const { return false; }
   virtual void after_backward() {}
-  // An exception has left the backward; `is_delivered` has one flag per parameter.
+  // Called when an exception has left the backward; `is_delivered` has one flag per parameter.
   virtual void abandon(const std::vector<bool>& /*is_delivered*/) {}
 
  protected:

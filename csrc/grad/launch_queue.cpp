@@ -64,7 +64,7 @@ void LaunchQueue::launch(size_t index) {
 
 // Each bucket that is reduce_scattered has a buffer as long as it is on its way. But a rank that
 // has left a parameter out launches its bucket when its backward is over, and until then may need
-// others for something else, such as a gather: who waits for it in vain goes on.
+// others for something else, such as a gather: a rank that waits for it in vain goes on.
 void LaunchQueue::keep_few_in_flight() {
   const auto begin = Clock::now();
   while (next_launch_ - next_settle_ > kMostInFlight && !waits_in_vain_) {
@@ -76,8 +76,7 @@ void LaunchQueue::keep_few_in_flight() {
   clock_.waited(Clock::now() - begin);
 }
 
-// Settles a bucket: the ranks that share it have its sum, those that replicate them perhaps not
-// yet.
+// Settles a bucket: the ranks that share it have its sum, their replicas perhaps not yet.
 void LaunchQueue::settle(size_t index) {
   Flight& flight = flights_[index];
   flight.pending.wait();
@@ -89,9 +88,9 @@ void LaunchQueue::settle(size_t index) {
   ++next_settle_;
 }
 
-// Delivers settled buckets to their .grad, but waits for no replica: one that has not come so far
-// yet may wait in a gather for another rank, and that one, in the same way, for a replica of its
-// own, and so on round to this rank.
+// Delivers settled buckets to their .grad, but waits for no replica: one that is not so far yet may
+// wait in a gather for another rank, and that one, in the same way, for a replica of its own, and
+// so on round to this rank.
 void LaunchQueue::deliver_settled() {
   while (next_deliver_ < next_settle_ && flights_[next_deliver_].across.done())
     deliver_arrived(next_deliver_);
@@ -104,8 +103,8 @@ void LaunchQueue::deliver_arrived(size_t index) {
   deliver_used(bucket_at(index), Landing::Turn::kAtOnce);
 }
 
-// Delivers what this rank used, of the parameters whose turn it is. Whether anybody used what this
-// rank did not, only the map can say.
+// Delivers the gradients that this rank used, of the parameters whose turn it is. Only the map can
+// say whether another rank used the others.
 void LaunchQueue::deliver_used(Bucket& bucket, Landing::Turn turn) {
   std::vector<int64_t> delivered;
   for (size_t slot = 0; slot < bucket.plan().slots.size(); ++slot) {

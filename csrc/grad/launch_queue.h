@@ -13,11 +13,11 @@
 
 namespace trireme {
 
-// Takes the buckets of a step to their wire, in the order of the plan, and what comes back to the
+// Takes the buckets of a step to their wire, in the order of the plan, and their sums to the
 // landing. Not thread-safe; its reducer serialises access.
 class TRIREME_API LaunchQueue {
  public:
-  // All of these must outlive this.
+  // All arguments must outlive this.
   LaunchQueue(BucketLayout& layout, Landing& landing, StepClock& clock)
       : layout_(layout), landing_(landing), clock_(clock) {}
 
@@ -25,40 +25,40 @@ class TRIREME_API LaunchQueue {
     Wire* wire = nullptr;
     double scale = 1;            // gradients are multiplied by it
     bool shadow = false;         // this rank contributes zeros
-    bool delivers_late = false;  // the caller says when anything may be delivered
+    bool delivers_late = false;  // the caller decides when anything may be delivered
   };
   // Begins a step in which each bucket waits for the gradients of its parameters that are trained
   // and not `unused` (one flag per parameter; empty: none is). Buckets have begun theirs.
   void begin(const Step& step, const std::vector<bool>& unused);
 
-  // One gradient of a bucket more, or one fewer, is waited for.
+  // Wait for one more gradient of a bucket, or one fewer.
   void wait_for_one_more(size_t bucket) { ++flights_[bucket].waiting; }
   void stop_waiting_for_one(size_t bucket) { --flights_[bucket].waiting; }
   bool has_launched(size_t bucket) const { return bucket < next_launch_; }
-  // Says whether the next bucket waits for no gradient.
+  // Returns whether the next bucket waits for no gradient.
   bool can_launch() const {
     return next_launch_ < flights_.size() && flights_[next_launch_].waiting <= 0;
   }
-  // Launches what waits for no gradient, and delivers what has come meanwhile.
+  // Launches buckets that wait for no gradient, and delivers sums that have come meanwhile.
   void launch_ready();
   // Launches everything: no gradient comes any more.
   void launch_rest();
   // Waits for everything that is in flight, and brings every .grad that this rank used to its final
-  // value, but for those whose turn comes in deliver_shown(), when sums have been shown.
+  // value, except those that deliver_shown() delivers, when sums have been shown.
   void deliver_rest();
   void deliver_shown();
-  // Brings what other ranks used to .grad, and puts back what none did, as the map says.
+  // Delivers the gradients that only other ranks used, and restores unused ones, as the map says.
   void deliver_by_map();
-  // Reduces and delivers gradients that the plan of this step does not hold, over `wire`: those of
+  // Reduces and delivers gradients outside the plan of this step, over `wire`: those of
   // `parameters` that some rank used.
   void reduce_beside(Wire& wire, double scale, const std::vector<int64_t>& parameters,
                      const std::vector<bool>& used);
-  // Forgets what is in flight.
+  // Forgets the buckets in flight.
   void drop() { flights_.clear(); }
 
-  // Has one flag per parameter: its .grad is final.
+  // Returns one flag per parameter: whether its .grad is final.
   const std::vector<bool>& is_delivered() const { return is_delivered_; }
-  // Says whether that is so of all parameters that the plan of the step holds.
+  // Returns whether the .grad of all parameters in the plan of the step is final.
   bool has_delivered_all() const;
   void set_delivered_callback(std::function<void(const std::vector<int64_t>&)> callback) {
     delivered_ = std::move(callback);

@@ -44,7 +44,7 @@ bool ParameterChanges::is_cast(size_t index) const {
   return !has_described_dtypes(parameter(index), context_.layout.infos()[index]);
 }
 
-// Where nothing can be planned anew, gradients are brought into the order that was planned.
+// Returns false if nothing can be planned anew: gradients are brought into the planned order then.
 bool ParameterChanges::is_rearranged(size_t index) const {
   return context_.landing.may_replan() &&
          !lies_as_described(parameter(index), context_.layout.infos()[index]);
@@ -75,8 +75,7 @@ void ParameterChanges::watch_parameters() {
     ParameterInfo& info = context_.layout.infos()[i];
     const bool requires_grad = tensor.requires_grad();
     const bool reshaped = is_reshaped(i);
-    // The parameter's node knows the sizes that it had; autograd makes another one once the node is
-    // gone.
+    // The parameter's node knows its old sizes; autograd makes another one once the node is gone.
     if (reshaped) hooks_[i] = {};
     const bool needs_hook = requires_grad && !hooks_[i].is_attached_to(tensor);
     const bool changed = reshaped || is_cast(i) || is_moved(i) || is_rearranged(i);
@@ -90,7 +89,7 @@ void ParameterChanges::watch_parameters() {
     if (needs_hook) {
       const auto index = static_cast<int64_t>(i);
       hooks_[i] = GradHook(tensor, index, context_.sink, context_.hooks_before);
-      // The hook was perhaps put on in the middle of the backward that has already come by.
+      // The hook was perhaps put on in the middle of the backward that has already passed.
       if (context_.landing.has_unseen(i)) used.mark_used(index);
     }
     if (requires_grad != info.requires_grad || changed) used.mark_changed();
@@ -192,7 +191,7 @@ ParameterChanges::Settled ParameterChanges::settle_states(const std::vector<Para
   return settled;
 }
 
-// Compares the parameters that lie elsewhere than they did on some rank.
+// Compares the parameters that lie elsewhere than before on some rank.
 void ParameterChanges::compare_moved_values(const std::vector<bool>& moved, int64_t step) {
   std::vector<size_t> compared;
   for (size_t i = 0; i < moved.size(); ++i)
@@ -227,7 +226,7 @@ void ParameterChanges::compare_moved_values(const std::vector<bool>& moved, int6
   }
 }
 
-// Returns what this rank has now.
+// Returns this rank's present parameters.
 ModuleNow ParameterChanges::now(bool late) {
   if (watch_.look && !present_ && !late) present_ = watch_.look(/*thoroughly=*/true);
   if (present_ && !late) return *present_;
@@ -267,7 +266,7 @@ ParameterChanges::Settled ParameterChanges::replan(bool late) {
     states.push_back({infos[i].requires_grad, used, infos[i].dtype, infos[i].gradient_dtype()});
     const bool is_fresh = is_new || is_reshaped(before);
     if (is_fresh) settled.fresh.push_back(static_cast<int64_t>(i));
-    // One that is kept, and lies elsewhere, is compared after the next backward.
+    // A kept parameter that lies elsewhere is compared after the next backward.
     if (!storages_.empty())
       settled.storages.push_back(is_fresh ? storage_of(tensor) : storages_[before]);
     if (infos[i].requires_grad && (is_new || !layout.place_of(before).is_planned()))
@@ -284,7 +283,7 @@ ParameterChanges::Settled ParameterChanges::replan(bool late) {
   return settled;
 }
 
-// Refuses what cannot be planned anew. All ranks have `change` alike, and throw alike.
+// Refuses changes that cannot be planned anew. All ranks have `change` alike, and throw alike.
 void ParameterChanges::check_replannable(const ParameterChange& change) const {
   const auto refuse = [&](bool is_fine, const std::string& got, const char* next_step) {
     TORCH_CHECK_VALUE(is_fine, error_text(context_.area, got, where(), next_step));
@@ -303,7 +302,7 @@ void ParameterChanges::check_replannable(const ParameterChange& change) const {
   }
 }
 
-// Spreads rank 0's values of parameters that the ranks have made since they began with the same.
+// Broadcasts rank 0's values of parameters that ranks have made since they began with the same.
 void ParameterChanges::adopt(const Settled& settled) {
   storages_ = settled.storages;
   if (watch_.adopted) watch_.adopted();
@@ -317,7 +316,7 @@ void ParameterChanges::adopt(const Settled& settled) {
   std::string differs;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const at::Tensor here = parameter(static_cast<size_t>(parameters[i])).detach();
-    // What is equal is not written, so that a graph that needs it may be used once more.
+    // Equal values are not written, so that a graph that needs them may be used once more.
     if (at::equal(here, values[i])) continue;
     here.copy_(values[i]);
     if (differs.empty()) differs = context_.layout.infos()[static_cast<size_t>(parameters[i])].name;

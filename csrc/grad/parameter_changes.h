@@ -18,39 +18,39 @@ namespace trireme {
 // [Note: a module that changes]
 //
 // The layout of a step stays, so that all ranks have the same, whatever a user has changed before
-// it: a parameter that is no longer what its slot was planned for (frozen, cast, of other sizes, in
-// another order in memory, with gradients in another dtype) leaves the slot empty. A rank that has
-// seen a change says so in the used-map. Then all ranks compare notes when that backward ends, and
-// reduce what the layout did not hold: what they find in the .grad of those parameters is the
-// average before backward returns.
+// it: a parameter that no longer matches its slot (frozen, cast, of other sizes, in another order
+// in memory, with gradients in another dtype) leaves the slot empty. A rank that has seen a change
+// marks it in the used-map. Then all ranks compare their parameters when that backward ends, and
+// reduce the gradients that the layout did not hold: .grad of those parameters is the average
+// before backward returns.
 //
 // If some rank has other tensors than were planned (a replaced layer, load_state_dict(assign=True),
 // an added or a removed one) or tensors of other sizes or strides, the ranks compare whole lists.
-// If these are alike, the reducer begins anew with them, and rank 0's values of what is new go to
+// If these are alike, the reducer begins anew with them, and rank 0's values of new tensors go to
 // all; else every rank raises. A tensor is known by its identity, not by its name.
 //
 // A module is looked at when its forward is over, since a forward may register parameters itself.
-// What is found then may only be lent (torch.func.functional_call puts other tensors in the place
+// Tensors found then may only be lent (torch.func.functional_call puts other tensors in the place
 // of parameters as long as the forward runs), so it is looked at again when the backward is armed.
-// Until all have agreed, hooks on the newcomers arm a backward that reaches nothing else, and tell
-// which of them were used.
+// Until all have agreed, hooks on the added parameters arm a backward that reaches no other
+// parameter, and record which of them were used.
 //
 // A parameter whose `.data` was given other memory of the same sizes is the same one, and its
-// gradient is averaged as before. But whoever does so on one rank only, or with other values there,
-// trains another model on each rank from then on. So ranks compare samples of what lies elsewhere
-// on some rank, and warn. It is no error: ranks that average models instead of gradients may mean
-// it.
+// gradient is averaged as before. But a user that does so on one rank only, or with other values
+// there, trains another model on each rank from then on. So ranks compare samples of parameters
+// that lie elsewhere on some rank, and warn. It is no error: ranks that average models instead of
+// gradients may mean it.
 
-// Notices what a user changes of the parameters of a layout, and settles it with the other ranks.
+// Notices the user's changes to the parameters of a layout, and settles them with the other ranks.
 // Not thread-safe; its reducer serialises access.
 class TRIREME_API ParameterChanges {
  public:
-  // Everything here must outlive this.
+  // All references must outlive this.
   struct Context {
     BucketLayout& layout;
     Communicator& communicator;
     const Landing& landing;
-    GradSink& sink;  // hears of gradients: of newcomers with indices behind those of parameters
+    GradSink& sink;  // newcomers have indices behind those of parameters
     std::string area;
     bool hooks_before = false;           // the sink hears of gradients before they are accumulated
     bool compares_moved_values = false;  // see GradReducerOptions
@@ -60,26 +60,26 @@ class TRIREME_API ParameterChanges {
   // Begins with the parameters that the layout has now: puts hooks on.
   void begin();
   void watch_module(ModuleWatch watch) { watch_ = std::move(watch); }
-  // Ranks may hold different values from now on, and nobody shall be warned.
+  // Stops comparing values: ranks may hold different ones from now on.
   void stop_comparing() { storages_.clear(); }
 
-  // Finds what the user changed since the last look: frozen, unfrozen, cast, given data of other
+  // Finds the user's changes since the last look: frozen, unfrozen, cast, given data of other
   // sizes.
   void watch_parameters();
   // Finds parameters that the module has not had before, when a forward is over.
   void look_at_module();
-  // Looks again when a backward is armed: what was lent for the length of a forward is no change.
+  // Looks again when a backward is armed: a tensor lent for the length of a forward is no change.
   void look_again(bool shadow);
   // Leaves the slots of changed parameters empty, once the buckets have begun their step.
   void leave_out_changed();
 
   bool is_visited_by(const VisitedNodes& visited) const;
-  // Hears that the gradient of a newcomer came. Returns its tensor.
+  // Notes that the gradient of a newcomer came. Returns its tensor.
   const at::Tensor& newcomer_came(size_t newcomer, bool has_gradient);
 
-  // What is to be done when all ranks have compared notes.
+  // The result of settling changes.
   struct Settled {
-    // What to begin anew with; then adopt() is called with this.
+    // The parameters to begin anew with; then adopt() is called with this.
     std::optional<NamedParameters> parameters;
     std::vector<int64_t> fresh;  // parameters that ranks did not have in common before
     std::vector<const c10::StorageImpl*> storages;
@@ -88,12 +88,12 @@ class TRIREME_API ParameterChanges {
     std::vector<int64_t> left_out;
     std::vector<bool> used;
   };
-  // Settles changes after some rank announced one: all ranks compare notes at the end of this
-  // backward. A rank that is `late` has seen no change itself, and is about to begin another
+  // Settles changes after some rank announced one: all ranks compare their parameters at the end of
+  // this backward. A rank that is `late` has seen no change itself, and is about to begin another
   // backward. Collective. Throws ValueError on all ranks for changes that differ, or cannot be
   // followed.
   Settled settle(bool late, int64_t step);
-  // Spreads values of what is new, once the layout has begun with it. Collective.
+  // Broadcasts values of new parameters, once the layout has begun with them. Collective.
   void adopt(const Settled& settled);
 
  private:
@@ -120,9 +120,9 @@ class TRIREME_API ParameterChanges {
   Context context_;
   std::vector<GradHook> hooks_;
   ModuleWatch watch_;
-  std::optional<ModuleNow> present_;  // set where it is not as planned
+  std::optional<ModuleNow> present_;  // set if it is not as planned
   std::vector<Newcomer> newcomers_;
-  // Tells for each parameter where its values were when ranks had the same; empty if nobody asks.
+  // Each parameter's storage when ranks had the same values; empty if they are not compared.
   std::vector<const c10::StorageImpl*> storages_;
 };
 

@@ -40,7 +40,7 @@ std::vector<std::string> split_lines(const std::string& text) {
   return lines;
 }
 
-// Empty when `mine` and rank 0's description agree.
+// Returns an empty text when `mine` and rank 0's description agree.
 std::string first_difference(const std::vector<ParameterInfo>& mine, const std::string& of_rank_0) {
   const std::vector<std::string> theirs = split_lines(of_rank_0);
   const size_t common = std::min(mine.size(), theirs.size());
@@ -84,7 +84,7 @@ std::string broadcast_text(Communicator& communicator, c10::Device device,
   return text_of(bytes);
 }
 
-// Everything that must be alike where ranks change what they train.
+// Describes everything that must be alike when ranks change what they train.
 std::string describe_fully(const ParameterChange& change) {
   std::string text;
   for (size_t i = 0; i < change.present.size(); ++i) {
@@ -180,7 +180,7 @@ AgreedStates agree_on_states(Communicator& communicator, c10::Device device,
                              const std::vector<ParameterInfo>& parameters,
                              const std::vector<ParameterState>& states, bool replans,
                              const std::string& area) {
-  // A state takes so many.
+  // The bytes of one state.
   constexpr int64_t kBytes = 3;
   const auto count = static_cast<int64_t>(states.size()) + 1;  // the last is not a parameter
   const int64_t world = communicator.world();

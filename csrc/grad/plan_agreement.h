@@ -10,15 +10,15 @@
 
 namespace trireme {
 
-// All ranks must describe the same parameters in the same order. Where they do not, every rank gets
-// the message of the same error, which names the first difference of each rank that differs from
-// rank 0; else an empty text. Collective; 3 small collectives. `device` is where the group moves
-// tensors.
+// Returns an empty text if all ranks describe the same parameters in the same order; else, on every
+// rank, the message of the same error, which names the first difference of each rank that differs
+// from rank 0. Collective; 3 small collectives (4 if ranks differ). `device` is where the group
+// moves tensors.
 TRIREME_API std::string difference_between_ranks(Communicator& communicator, c10::Device device,
                                                  const std::vector<ParameterInfo>& parameters,
                                                  const std::string& area);
 
-// What every rank has to say about one parameter when somebody changed a plan.
+// One rank's state of one parameter, when a plan was changed.
 struct ParameterState {
   bool requires_grad = false;
   bool used = false;  // since the last synchronization
@@ -33,31 +33,31 @@ struct AgreedStates {
   bool replans = false;     // some rank has other parameters than planned; states may then differ
 };
 
-// Exchanges the states and whether this rank `replans`; throws on all ranks, naming parameter and
-// ranks, where no rank does and requires_grad or a dtype differ. Collective; one all-gather of 3
-// bytes per parameter.
+// Exchanges the states and whether this rank `replans`. If no rank does, throws on all ranks for a
+// requires_grad or a dtype that differs, naming parameter and ranks. Collective; one all-gather of
+// 3 bytes per parameter.
 TRIREME_API AgreedStates agree_on_states(Communicator& communicator, c10::Device device,
                                          const std::vector<ParameterInfo>& parameters,
                                          const std::vector<ParameterState>& states, bool replans,
                                          const std::string& area);
 
-// What a module had when its gradients were planned, and what it has now.
+// The parameters that a module had when its gradients were planned, and those that it has now.
 struct ParameterChange {
   const std::vector<ParameterInfo>& planned;
   const std::vector<ParameterInfo>& present;
-  // Holds for each present parameter the planned one that is the same tensor, -1 if there is none.
+  // For each present parameter the index of the planned one that is the same tensor, or -1.
   const std::vector<int64_t>& earlier;
-  const std::vector<std::string>& beside;  // what else ranks must have alike
+  const std::vector<std::string>& beside;  // other properties that ranks must have alike
 };
 
 // Returns the first difference, as "'head.weight' was Float [10, 4], is another tensor, Float [12,
-// 4]", and how many more there are; if there is none "nothing changed", or "buffers changed" where
-// there is something beside.
+// 4]", and how many more there are; if there is none "nothing changed", or "buffers changed" if
+// `beside` has lines.
 TRIREME_API std::string describe_change(const ParameterChange& change);
 
-// All ranks must have come by the same parameters, from the same earlier ones. Where they have not,
-// every rank throws the same ValueError, which says what each of them changed. Collective; two
-// small gathers, four where it throws.
+// Throws the same ValueError on every rank, which says what each of them changed, unless all ranks
+// have come by the same parameters, from the same earlier ones. Collective; two small gathers, four
+// if it throws.
 TRIREME_API void check_same_change(Communicator& communicator, c10::Device device,
                                    const ParameterChange& change, const std::string& area);
 

@@ -34,7 +34,7 @@ void RunBucket::begin_step(bool shadow) {
 
 void RunBucket::allocate() {
   buffer_ = pool_->empty({own_.plan->world * run_numel_}, plan_.dtype, "gradients");
-  for (size_t i = 0; i < slots_.size(); ++i) {  // it is summed up, too
+  for (size_t i = 0; i < slots_.size(); ++i) {  // padding is summed up, too
     for (int64_t rank = 0; rank < own_.plan->world; ++rank) {
       const int64_t numel = part_of(i, rank).numel;
       const int64_t padding = runs_[i].numel - numel;
@@ -106,7 +106,7 @@ void RunBucket::complete(double scale) {
   drop_taken();
 }
 
-// Returns what one launch copies for the whole bucket.
+// Returns the pieces that one launch copies for the whole bucket.
 std::vector<at::Tensor> RunBucket::runs_on_device() {
   std::vector<at::Tensor> flat;
   for (size_t i = 0; i < slots_.size(); ++i) {

@@ -10,8 +10,8 @@ namespace trireme {
 
 class BufferPool;
 
-// Gradients as one run per rank: what a reduce_scatter sums up. See [Note: who owns a gradient's
-// memory] in bucket.h.
+// Gradients as one run per rank: the buffer that a reduce_scatter sums up. See [Note: who owns a
+// gradient's memory] in bucket.h.
 class TRIREME_API RunBucket final : public Bucket {
  public:
   // Buffers come from `pool` and go back to it when the sums are there. Needs a plan in `own`.
@@ -27,7 +27,7 @@ class TRIREME_API RunBucket final : public Bucket {
   using Bucket::own_sum;
   at::Tensor own_sum(size_t slot, at::IntArrayRef sizes, at::IntArrayRef strides) const override;
   std::vector<at::Tensor> sums_of(const std::vector<bool>& chosen) override;
-  // Returns where the reduce_scatter puts what this rank owns of the sums.
+  // Returns the memory into which the reduce_scatter puts this rank's part of the sums.
   const at::Tensor& sums();
 
  private:
@@ -47,7 +47,7 @@ class TRIREME_API RunBucket final : public Bucket {
   std::vector<Run> runs_;
   int64_t run_numel_ = 0;
   at::Tensor sums_;
-  at::Tensor whole_;  // the gradients where nobody else owns the sums: lazy
+  at::Tensor whole_;  // full-shape gradients, zeros outside of this rank's part: lazy
 };
 
 }  // namespace trireme

@@ -8,8 +8,8 @@
 
 namespace trireme {
 
-// One sparse gradient, which no strategy with shards takes. See [Note: who owns a gradient's
-// memory] in bucket.h.
+// One sparse gradient, for strategies without shards. See [Note: who owns a gradient's memory] in
+// bucket.h.
 class TRIREME_API SparseBucket final : public Bucket {
  public:
   SparseBucket(PlannedBucket plan, const std::vector<at::Tensor>& parameters,

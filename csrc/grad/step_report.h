@@ -10,8 +10,8 @@
 
 namespace trireme {
 
-// Where the time of one synchronized step went, on this rank's host clock (milliseconds; work that
-// a CUDA device still has to do is not in it). communication = hidden + exposed.
+// The times of one synchronized step, on this rank's host clock (milliseconds, without work that a
+// CUDA device still has to do). communication = hidden + exposed.
 struct StepReport {
   int64_t step = 0;
   double forward_ms = 0;  // all forwards since the last synchronized backward
@@ -22,10 +22,10 @@ struct StepReport {
   double hidden_comm_ms = 0;   // some collective was in flight while backward computed
   int64_t reduced_bytes = 0;   // payload of this rank, once
   int64_t buckets = 0;
-  bool streamed = false;  // they went as one stream of deposits, see stream_wire.h
+  bool streamed = false;  // gradients went as one stream of deposits, see stream_wire.h
 };
 
-// Takes the times of one step.
+// Measures the times of one step.
 class StepClock {
  public:
   using Clock = std::chrono::steady_clock;
@@ -47,7 +47,7 @@ class StepClock {
     open_.reduced_bytes += bytes;
     ++open_.buckets;
   }
-  // Buckets are reported in launch order. Without a time from the engine the bucket ended now.
+  // Counts buckets in launch order. Without a time from the engine the bucket ended now.
   void bucket_done(size_t bucket, std::optional<Clock::time_point> finished) {
     const Clock::time_point end = finished.value_or(Clock::now());
     const Clock::time_point begin = std::max(launched_[bucket], busy_until_);

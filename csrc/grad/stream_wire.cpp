@@ -11,8 +11,8 @@ namespace trireme {
 namespace {
 
 constexpr int64_t kMostRanks = 4;
-// The bytes that are moved in one go, so that what was summed up is still in a cache when its ring
-// is written again.
+// The bytes that are moved in one go, so that sums are still in a cache when their ring is written
+// again.
 constexpr int64_t kRunBytes = int64_t{256} << 10;
 constexpr int64_t kLine = 64;
 
@@ -106,7 +106,7 @@ void StreamWire::advance() {
   }
 }
 
-// Gradients whose turn has not come wait for autograd, not for room.
+// Ignores gradients whose turn has not come: they wait for autograd, not for room.
 bool StreamWire::is_behind() const {
   return backlog_bytes_ > kMostBacklogBytes && bucket_ < parts_.size() &&
          slot_ < parts_[bucket_].ready.size() && parts_[bucket_].ready[slot_];
@@ -123,7 +123,7 @@ void StreamWire::close() {
   advance();
 }
 
-// The next piece of what is due, if there is room for it.
+// Deposits the next due piece, if there is room for it.
 bool StreamWire::deposit_some() {
   if (bucket_ == parts_.size()) return false;
   const Part& part = parts_[bucket_];
@@ -144,7 +144,7 @@ bool StreamWire::deposit_some() {
     std::copy_n(source + (stream_->deposited() - tail_begin), room.size(), room.data());
     return deposit(room.size());
   }
-  // Fills the ring up to the next line; the gap is nobody's.
+  // Fills the ring up to the next line; the gap belongs to no bucket.
   if (const int64_t gap = part.begin + part.padded - stream_->deposited(); gap > 0) {
     const auto room = stream_->room(gap);
     std::fill(room.begin(), room.end(), std::byte{0});
@@ -156,7 +156,7 @@ bool StreamWire::deposit_some() {
   return true;
 }
 
-// A piece of the gradient whose turn it is.
+// Deposits a piece of the gradient whose turn it is.
 bool StreamWire::deposit_slot() {
   const Bucket& bucket = bucket_at(bucket_);
   const Span wire = span_of(bucket.wire());
@@ -167,7 +167,7 @@ bool StreamWire::deposit_slot() {
     const int64_t piece = static_cast<int64_t>(room.size()) / element;
     if (piece == 0) return false;
     if (source_.defined()) {
-      // What lies behind a shorter gradient is not ours to send.
+      // The memory behind a shorter gradient must not be sent.
       TORCH_CHECK(source_.numel() == bucket.plan().slots[slot_].numel,
                   error_text("grad_reducer",
                              "got a gradient of " + std::to_string(source_.numel()) +
@@ -199,7 +199,7 @@ bool StreamWire::deposit(size_t bytes) {
   return true;
 }
 
-// The next piece of what all have deposited.
+// Collects the next piece that all have deposited.
 bool StreamWire::collect_some() {
   if (defers_ || collecting_ == parts_.size()) return false;
   const Part& part = parts_[collecting_];

@@ -12,12 +12,12 @@ namespace trireme {
 
 // [Note: buckets as a stream]
 //
-// Where ranks share memory and keep all its CPUs busy, buckets do not go out one by one. All of
-// them, in plan order, are one round of a DepositStream. A gradient is written into this rank's
-// ring when its turn has come (once, while it is still in cache) and freed; whenever that happens,
-// this rank also sums up what all ranks have deposited meanwhile, straight into the buckets'
-// buffers. What finds the ring full stays a gradient until the next one comes, or backward ends;
-// only a rank that has run so far ahead of a peer that it holds kMostBacklogBytes of them waits.
+// If ranks share memory and keep all its CPUs busy, buckets do not go out one by one. All of them,
+// in plan order, are one round of a DepositStream. A gradient is written into this rank's ring when
+// its turn has come (once, while it is still in cache) and freed; whenever that happens, this rank
+// also sums up the gradients that all ranks have deposited meanwhile, straight into the buckets'
+// buffers. A gradient that finds the ring full waits until the next one comes, or backward ends;
+// only a rank so far ahead of a peer that it holds kMostBacklogBytes of gradients waits itself.
 //
 // The end of the round holds the used-map, which is deposited when backward ends: so no rank
 // completes a round that another one has abandoned.
@@ -25,32 +25,32 @@ class TRIREME_API StreamWire final : public Wire {
  public:
   static constexpr int64_t kMostBacklogBytes = int64_t{64} << 20;
 
-  // Collective. Null on all ranks where deposits are not to be had. Extra memory: a ring
-  // per rank. Ranks that keep whole gradients also go without if they are more than four (each
-  // reads what all have, which by then costs more than it spares) or leave CPUs free.
+  // Makes a stream, or null on all ranks if deposits are not available. Collective. Extra memory: a
+  // ring per rank. Ranks that keep whole gradients also get none if they are more than four (each
+  // reads the gradients of all, which by then costs more than it saves) or leave CPUs free.
   struct Options {
     bool sharded = false;
     int64_t bytes = int64_t{8} << 20;  // bytes of the ring, at least
   };
   static std::unique_ptr<StreamWire> make(const std::shared_ptr<Communicator>& ranks,
                                           const Options& options);
-  // Returns what a ring must hold for all gradients of these parameters, however they are ordered.
+  // Returns the ring bytes for all gradients of these parameters, however they are ordered.
   static int64_t bytes_for(const std::vector<ParameterInfo>& parameters);
 
   StreamWire(std::shared_ptr<Communicator> ranks, std::unique_ptr<DepositStream> stream,
              int64_t ring_bytes)
       : Wire(std::move(ranks)), stream_(std::move(stream)), ring_bytes_(ring_bytes) {}
 
-  // Says whether these buckets can go this way: dense, on CPU.
+  // Returns whether these buckets can go this way: dense, on CPU.
   static bool takes(const BucketPlan& plan);
 
-  // A step defers its sums if the ring has room for all of it.
+  // Begins a step, which defers its sums if the ring has room for all of it.
   void begin(const WireStep& step) override;
   void accumulated(size_t bucket, size_t slot) override { bucket_at(bucket).note_arrived(slot); }
-  // Moves what can be moved without waiting.
+  // Deposits and collects as much as possible without waiting.
   void ready(size_t bucket, size_t slot) override;
   bool has_taken(size_t bucket, size_t slot) const override;
-  // Says whether more gradients than kMostBacklogBytes find no room.
+  // Returns whether more gradients than kMostBacklogBytes find no room.
   bool is_behind() const override;
   void catch_up() override;
   // Returns the bucket as a collective in flight. It is done when it is deposited, in a step that
@@ -100,13 +100,13 @@ class TRIREME_API StreamWire final : public Wire {
   at::Tensor tail_;
 
   int64_t backlog_bytes_ = 0;  // ready and not deposited
-  // where depositing stands
+  // position of deposits
   size_t bucket_ = 0;
   size_t slot_ = 0;
   int64_t element_ = 0;  // place in the slot, in reals
   bool has_source_ = false;
   at::Tensor source_;  // the slot's gradient; undefined: zeros
-  // where collecting stands
+  // position of collects
   size_t collecting_ = 0;
   size_t own_ = 0;  // index into the part's own ranges
   std::vector<Pending::Clock::time_point> collected_at_;

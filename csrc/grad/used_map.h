@@ -13,10 +13,10 @@
 
 namespace trireme {
 
-// Says which parameters were used since the last synchronization, and by how many ranks; with it,
-// one flag: did any rank change what it trains. In the flag's place ranks may compare a number.
-// Summed over the ranks it travels behind the last bucket's gradients (4 or 8 bytes per parameter),
-// or alone where that bucket cannot carry it.
+// The parameters used since the last synchronization, and the number of ranks that used them; with
+// it, one flag: whether any rank changed what it trains. In the flag's place ranks may compare a
+// number. Summed over the ranks it travels behind the last bucket's gradients (4 or 8 bytes per
+// parameter), or alone if that bucket cannot carry it.
 class TRIREME_API UsedMap {
  public:
   explicit UsedMap(int64_t parameters);
@@ -35,13 +35,13 @@ class TRIREME_API UsedMap {
   const at::Tensor& own_wire(c10::Device device);
   // Writes this rank's summands into `wire` (numel() floating-point elements, any device).
   void write_to(const at::Tensor& wire, bool shadow) const;
-  // Starts to read the sums, as the caller's current stream has them; `wire` may be written when
-  // this returns.
+  // Starts to read the sums, in the order of the caller's current stream; `wire` may be written
+  // when this returns.
   void start_reading(const at::Tensor& wire);
-  // Waits for a device to come as far as start_reading().
+  // Waits until a device has come to start_reading().
   void finish_reading();
 
-  // These say, as last read, how many ranks used the parameter, and whether any rank announced a
+  // Return, as last read, how many ranks used the parameter, and whether any rank announced a
   // change.
   int64_t ranks_using(int64_t parameter) const { return counts_[static_cast<size_t>(parameter)]; }
   bool changed_anywhere() const { return changed_anywhere_; }
@@ -49,15 +49,15 @@ class TRIREME_API UsedMap {
 
   bool any_used_here() const;
 
-  // Begins anew when a synchronization is over; what follows counts for the next, as do the
-  // parameters of which `still_counts` says so, called with each and whether it was used here.
+  // Begins anew when a synchronization is over. Parameters stay marked if `still_counts`, called
+  // with each and whether it was used here, returns true.
   void begin_anew(const std::function<bool(size_t parameter, bool used)>& still_counts);
 
  private:
   int64_t parameters_;
   std::vector<bool> used_here_;
   bool changed_here_ = false;
-  float change_ = 1;  // what the flag adds, more than all that is compared
+  float change_ = 1;  // the addend of the flag, more than all that is compared
   float compared_ = 0;
   std::vector<int64_t> counts_;
   bool changed_anywhere_ = false;

@@ -18,30 +18,30 @@ namespace trireme {
 
 using Buckets = std::vector<std::unique_ptr<Bucket>>;
 
-// What a wire has to know of one synchronized step. All of it lives until the next one begins;
-// buckets have begun theirs.
+// One synchronized step as a wire sees it. All members live until the next step begins; buckets
+// have begun theirs.
 struct WireStep {
   Buckets& buckets;
   const std::vector<std::string>& labels;
-  const std::vector<ParameterInfo>* parameters = nullptr;  // for messages: names; null has none
+  const std::vector<ParameterInfo>* parameters = nullptr;  // names, for messages; may be null
   double scale = 1;                                        // gradients are multiplied by it
   const UsedMap* map;        // rides behind the last bucket's gradients; null if it goes alone
   bool shadow = false;       // this rank contributes zeros
   bool defers_sums = false;  // leaves the sums to hand_out(), if the wire can
 };
 
-// A bucket on its way out.
+// A bucket to be reduced.
 struct WireBucket {
   Bucket& bucket;
   size_t index = 0;
   int64_t number = 0;    // the index under which a communication hook knows it
-  bool is_last = false;  // no bucket beside those of the step is
+  bool is_last = false;  // last of the step; false for extra buckets
   const std::string& label;
   double scale = 1;           // its gradients are multiplied by it
   Pending* before = nullptr;  // the bucket that was launched before it; null if there is none
 };
 
-// A piece of what this rank owns of the sums.
+// A piece of this rank's part of the sums.
 struct SumPiece {
   int64_t parameter = 0;
   int64_t begin = 0;  // in reals of this rank's shard
@@ -51,59 +51,59 @@ using SumVisitor = std::function<void(const SumPiece&)>;
 
 // How gradients leave this rank, and come back as sums over the ranks. A gradient that is not
 // summed yet leaves in no other way, but for the copies of a pipeline, which sum whole gradients by
-// the second stage alone (across.h). A wire for the buckets of each step is told, in order:
+// the second stage alone (across.h). A wire for the buckets of each step is called in this order:
 // begin(), accumulated() and ready() as gradients come, launch() once per bucket in the order of
-// the plan, close() when backward is over. A later wire (compressed, pushed to a server, recorded)
-// stands here, and nothing before or after this stage knows the difference.
+// the plan, close() when backward is over. Another wire (compressed, pushed to a server, recorded)
+// can take its place, and no stage before or after this one knows the difference.
 //
 // Not thread-safe; its reducer serialises access.
 class TRIREME_API Wire {
  public:
-  // `ranks` are all that take part in the step.
+  // `ranks` are all ranks that take part in the step.
   explicit Wire(std::shared_ptr<Communicator> ranks) : ranks_(std::move(ranks)) {}
   virtual ~Wire() = default;
   Wire(const Wire&) = delete;
   Wire& operator=(const Wire&) = delete;
 
   virtual void begin(const WireStep& step) = 0;
-  // A gradient of a slot is in .grad; the wire may move it out. It may come again in this step.
+  // Called when a gradient of a slot is in .grad; the wire may move it out. May repeat in a step.
   virtual void accumulated(size_t bucket, size_t slot) = 0;
-  // The gradient of a slot is complete. Only wires that stream are told.
+  // Called when the gradient of a slot is complete, on wires that stream.
   virtual void ready(size_t /*bucket*/, size_t /*slot*/) {}
-  // Says whether a slot's gradient is on its way, so that no more can be added.
+  // Returns whether a slot's gradient is on its way, so that no more can be added.
   virtual bool has_taken(size_t /*bucket*/, size_t /*slot*/) const { return false; }
-  // Says whether so many gradients find no room that this rank should wait for peers, in
+  // Returns whether so many gradients find no room that this rank should wait for peers, in
   // catch_up().
   virtual bool is_behind() const { return false; }
   virtual void catch_up() {}
-  // Starts to reduce a bucket, of this step or beside it. Completes it with what has not arrived.
+  // Starts to reduce a bucket, of this step or beside it. Fills in gradients that did not arrive.
   virtual Pending launch(const WireBucket& request) = 0;
-  // Backward is over: whatever is not ready is due now.
+  // Called when backward is over: gradients that are not ready are due now.
   virtual void close() {}
-  // Starts to sum up, over the ranks that hold the same shards, what launch() has brought to this
-  // one. Nothing is in flight where no other rank holds them, or `sums` is empty.
+  // Starts to sum up the results of launch() over the ranks that hold the same shards. Nothing is
+  // in flight if no other rank holds them, or `sums` is empty.
   virtual Pending across(std::vector<at::Tensor> /*sums*/, const std::string& /*label*/) {
     return {};
   }
-  // Starts to sum up the used-map where it goes alone.
+  // Starts to sum up the used-map if it goes alone.
   virtual Pending reduce_map(const at::Tensor& counts) {
     return ranks_->all_reduce({counts}, ReduceOp::kSum, "used-map");
   }
 
-  // Says whether results are averages already; else the reducer divides, by WireStep::scale.
+  // Returns whether results are averages already; else the reducer divides, by WireStep::scale.
   virtual bool divides() const { return false; }
-  // Says whether the used-map may ride behind the last bucket's gradients.
+  // Returns whether the used-map may ride behind the last bucket's gradients.
   virtual bool carries_tail() const { return !divides(); }
-  // Says whether gradients go one by one, not bucket by bucket.
+  // Returns whether gradients go one by one, not bucket by bucket.
   virtual bool streams() const { return false; }
-  // Says whether a stream may take its place where ranks share memory.
+  // Returns whether a stream may take its place if ranks share memory.
   virtual bool may_become_stream() const { return false; }
-  // Says whether a launch may wait for other ranks, and so must wait for the end of backward.
+  // Returns whether a launch may wait for other ranks, and so must wait for the end of backward.
   virtual bool launch_waits() const { return false; }
 
-  // Says whether this step leaves its sums to hand_out() or stop_deferring().
+  // Returns whether this step leaves its sums to hand_out() or stop_deferring().
   virtual bool defers_sums() const { return false; }
-  // Calls `visit` with the sums of what this rank owns, piece by piece. May wait for other ranks.
+  // Calls `visit` with the sums of this rank's part, piece by piece. May wait for other ranks.
   virtual void hand_out(const SumVisitor& /*visit*/) {}
   // Sums a step that defers up into the buckets after all.
   virtual void stop_deferring() {}

@@ -7,7 +7,7 @@
 namespace trireme {
 namespace {
 
-// The gradients that a stream of deposits holds at a time at most, more often than not.
+// The number of gradients that a stream of deposits usually holds at most.
 constexpr int64_t kGradientsInFlight = 4;
 
 int64_t largest_gradient_bytes(const std::vector<ParameterInfo>& infos) {

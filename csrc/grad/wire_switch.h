@@ -10,18 +10,18 @@
 namespace trireme {
 
 // The wires of a reducer: its own, and a stream of deposits that takes its place from the second
-// synchronized backward on, where ranks share memory and a plan can go that way.
+// synchronized backward on, if ranks share memory and a plan can go that way.
 class TRIREME_API WireSwitch {
  public:
   explicit WireSwitch(std::unique_ptr<Wire> own) : own_(std::move(own)), chosen_(own_.get()) {}
 
   Wire& own() const { return *own_; }
   bool has_stream() const { return stream_ != nullptr; }
-  // Puts another wire in the place of all.
+  // Puts another wire in the place of both.
   void replace(std::unique_ptr<Wire> wire);
 
-  // Asks for a stream, once: collective the first time, where this returns without one, too. Not
-  // to be called when a reducer is made, since one rank alone may copy or unpickle a module.
+  // Asks for a stream, once: collective the first time, even if no stream results. Not called when
+  // a reducer is made, since one rank alone may copy or unpickle a module.
   void ask_for_stream(const std::shared_ptr<Communicator>& ranks, const BucketLayout& layout,
                       const StreamWire::Options& options);
 

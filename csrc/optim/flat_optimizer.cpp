@@ -21,7 +21,7 @@ using torch::optim::Optimizer;
 using torch::optim::OptimizerParamGroup;
 using torch::optim::OptimizerParamState;
 
-// What comes before the first write.
+// Runs the closure and passes the gates, before the first write.
 at::Tensor begin_step(const Optimizer& optimizer, const Optimizer::LossClosure& closure) {
   at::Tensor loss;
   if (closure != nullptr) {
@@ -32,10 +32,10 @@ at::Tensor begin_step(const Optimizer& optimizer, const Optimizer::LossClosure& 
   return loss;
 }
 
-// Parameters of the same sizes on all ranks would take each other's states in silence.
+// Parameters of the same sizes on all ranks would take each other's states unnoticed.
 constexpr const char* kHeldParts = "trireme_held_parts";
 
-// Names the rank whose shards the parameters are; empty where they are whole.
+// Names the rank whose shards the parameters are; empty if they are whole.
 std::string held_parts(const Optimizer& optimizer) {
   std::string all, last;
   for (const OptimizerParamGroup& group : optimizer.param_groups()) {
@@ -102,7 +102,7 @@ AdamStepOptions adam_options(const AdamW& /*optimizer*/, const OptimizerParamGro
   return adam_options<torch::optim::AdamWOptions>(group, true);
 }
 
-// The next step of some parameters of a group, and whose states it is.
+// The next step of some parameters of a group, and the owners of its states.
 template <typename State>
 struct NextAdamStep {
   AdamStates lists;

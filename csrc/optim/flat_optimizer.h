@@ -15,11 +15,11 @@
 // torch's optimizers, stepped by the kernels of kernels/optimizer_step.h: one pass over memory,
 // where torch's C++ classes make some ten operators per parameter. Each is torch's class with
 // step() replaced: the same options, parameter groups, state and archives (torch::save,
-// torch::load), and it goes wherever a torch::optim::Optimizer& does.
+// torch::load), and it can be passed as a torch::optim::Optimizer&.
 //
-// Over shards (fully_shard) an archive says of which rank, and load() throws c10::ValueError for
-// that of another one; torch's classes do not. save_checkpoint() (saving/module_checkpoint.h) has
-// no such bounds.
+// Over shards (fully_shard) an archive names its rank, and load() throws c10::ValueError for that
+// of another one; torch's classes do not. save_checkpoint() (saving/module_checkpoint.h) has no
+// such bounds.
 //
 // What differs: states of bf16 and fp16 parameters are fp32. Results are those of torch's Python
 // optimizers with fused=True (optimizer_step.h); those of torch's C++ classes round some terms
@@ -31,8 +31,7 @@
 // written then.
 namespace trireme::optim {
 
-// What a step of Adam or AdamW works on besides parameters and gradients. Lists as in AdamLists
-// (optimizer_step.h).
+// The states and options of a step of Adam or AdamW. Lists as in AdamLists (optimizer_step.h).
 struct AdamStates {
   std::vector<at::Tensor> exp_avgs;
   std::vector<at::Tensor> exp_avg_sqs;
@@ -48,7 +47,7 @@ class TRIREME_API Adam : public torch::optim::Adam, public KeepsWideStates {
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
   // Counts a step of `params`, which `group` holds, that the caller makes in place of step(),
-  // having the gradients elsewhere than in .grad. States that are not there yet are made.
+  // because the gradients are not in .grad. Makes missing states.
   AdamStates count_step(const torch::optim::OptimizerParamGroup& group,
                         const std::vector<at::Tensor>& params);
 };

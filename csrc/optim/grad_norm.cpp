@@ -16,18 +16,18 @@ namespace {
 
 using TensorList = std::vector<at::Tensor>;
 
-// Says how norms of parts become one of all.
+// How norms of parts are combined into one.
 struct Combining {
   explicit Combining(double norm_type) : power(norm_type) {}
 
   bool takes_one() const { return std::isinf(power); }
-  // Is what nothing at all adds.
+  // Returns the total of no gradients.
   double empty() const { return takes_one() && power < 0 ? -power : 0; }
   ReduceOp op() const {
     if (!takes_one()) return ReduceOp::kSum;
     return power > 0 ? ReduceOp::kMax : ReduceOp::kMin;
   }
-  // Returns what the norms of single gradients add; for 0 how many are not 0, as in torch.
+  // Returns the total of the norms of single gradients; for 0 how many are not 0, as in torch.
   at::Tensor measure(const at::Tensor& norms) const {
     if (takes_one()) return power > 0 ? norms.max() : norms.min();
     return power == 0 ? norms.ne(0).sum() : norms.pow(power).sum();
@@ -43,7 +43,7 @@ struct Combining {
   double power;
 };
 
-// What _foreach operators take in one call.
+// Splits tensors into lists that _foreach operators take in one call.
 std::vector<TensorList> alike(const TensorList& tensors) {
   std::map<std::pair<c10::DeviceType, at::ScalarType>, TensorList> runs;
   for (const at::Tensor& tensor : tensors)
@@ -53,7 +53,7 @@ std::vector<TensorList> alike(const TensorList& tensors) {
   return lists;
 }
 
-// Returns what adds up, of a part as all ranks see it.
+// Returns the total of a part as all ranks see it.
 at::Tensor measure(const GradNormPart& part, const Combining& how) {
   const auto options = at::TensorOptions().dtype(at::kDouble).device(part.device);
   at::Tensor total = at::full({}, how.empty(), options);
@@ -67,7 +67,7 @@ at::Tensor measure(const GradNormPart& part, const Combining& how) {
   return total;
 }
 
-// Returns what adds up: that of each pipeline, as all of its ranks see it, and of all other parts.
+// Returns the totals of each pipeline, as all of its ranks see it, and of all other parts.
 TensorList totals_of(const std::vector<GradNormPart>& parts, const Combining& how) {
   TensorList totals;
   std::vector<std::pair<Communicator*, at::Tensor>> pipelines;  // in the order of parts

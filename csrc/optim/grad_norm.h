@@ -10,28 +10,28 @@
 
 namespace trireme {
 
-// Gradients that lie together, on one device but for those that are offloaded to the CPU.
+// Gradients that lie together, on one device except for gradients offloaded to the CPU.
 struct GradNormPart {
   std::vector<at::Tensor> gradients;
   c10::Device device{c10::kCPU};  // device of the engine that `sharded_over` uses
-  // The other ranks of it hold the rest; null: every rank holds all of them.
+  // Its other ranks hold the rest of the gradients; null: every rank holds all of them.
   std::shared_ptr<Communicator> sharded_over;
   int64_t copies = 1;  // each gradient lies on so many of these ranks
-  // Are copies of gradients that other ranks count; they are only scaled.
+  // Copies of gradients that other ranks count; they are only scaled.
   std::vector<at::Tensor> counted_elsewhere = {};
-  // Joins the ranks of a pipeline, which have other stages; null where there are none. Ranks that
-  // have nothing of a pipeline give a part without gradients.
+  // The ranks of a pipeline, which have other stages; null without a pipeline. Ranks without
+  // parameters of a pipeline give a part without gradients.
   std::shared_ptr<Communicator> stages = nullptr;
 };
 
 struct ClipOptions {
   double max_norm = 1;
-  double norm_type = 2;  // also 0, below it, and infinities, but for 0 over sharded gradients
+  double norm_type = 2;  // also 0 (not over sharded gradients), negative and infinite ones
   bool error_if_nonfinite = false;
 };
 
-// torch.nn.utils.clip_grad_norm_ for gradients of any strategy: scales all of them in place so that
-// their common norm is `max_norm` at most, and returns what it was, the same on all ranks. One
+// Scales the gradients of any strategy in place, as torch.nn.utils.clip_grad_norm_, so that their
+// common norm is `max_norm` at most, and returns the old norm, the same on all ranks. One
 // all-reduce of one number per group that gradients are sharded over, and one per pipeline.
 //
 // Collective, if any part is sharded. Throws ValueError for a norm_type that it cannot reduce,

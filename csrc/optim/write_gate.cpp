@@ -15,8 +15,8 @@ TensorRegistry<WriteGate>& gates() {
   return gates;
 }
 
-// The optimizer whose gates step() has passed: one of ours would pass them again, and a gate hears
-// of each step once.
+// The optimizer whose gates step() has passed: one of ours would pass them again, and a gate must
+// see each step once.
 thread_local const torch::optim::Optimizer* passed = nullptr;
 
 }  // namespace

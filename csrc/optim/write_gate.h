@@ -10,21 +10,20 @@
 
 namespace trireme {
 
-// Has to be asked before an optimizer writes a parameter: it is a strategy whose ranks read each
-// other's parameters. C++ optimizers have no hooks, so it is trireme::step() and the optimizers of
-// flat_optimizer.h that ask.
+// A strategy whose ranks read each other's parameters, and that is asked before an optimizer writes
+// one. C++ optimizers have no hooks, so trireme::step() and the optimizers of flat_optimizer.h ask.
 class TRIREME_API WriteGate {
  public:
   virtual ~WriteGate() = default;
   // Called on the thread that steps, for each parameter of each step; may wait for other ranks, and
   // throw.
   virtual void before_write(const at::Tensor& parameter) = 0;
-  // Says which part of a parameter this rank has, "rank 0 of 2"; empty: all of it.
+  // Returns which part of a parameter this rank has, "rank 0 of 2"; empty: all of it.
   virtual std::string held_part() const { return {}; }
 };
 
-// Has `gate` asked before these are written, as long as it lives. Keeps neither the gate nor the
-// parameters alive. Thread-safe.
+// Registers `gate`, as long as it lives, to be asked before these are written. Keeps neither the
+// gate nor the parameters alive. Thread-safe.
 TRIREME_API void put_gate(const std::vector<at::Tensor>& parameters,
                           const std::shared_ptr<WriteGate>& gate);
 // Returns the living gate of a parameter, or null. Thread-safe.

@@ -13,7 +13,7 @@ constexpr const char* kPlaces[] = {"outside of a pass", "in a forward", "in a ba
 struct Reading {
   size_t rank = 0;
   int64_t last = 0;                         // number of the last gather
-  std::map<int64_t, std::string> gathered;  // what, by number
+  std::map<int64_t, std::string> gathered;  // units, by number
 };
 
 Reading read(size_t rank, const std::string& text, const std::vector<std::string>& unit_names) {

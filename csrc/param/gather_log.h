@@ -8,8 +8,8 @@
 
 namespace trireme {
 
-// Notes what was gathered, in which order: a hash of all, by which ranks find that they have not
-// gathered alike, and the last ones, by which they say what each did.
+// The gathers of this rank, in order: a hash of all, by which ranks find that they have not
+// gathered alike, and the last ones, by which they report what each did.
 class TRIREME_API GatherLog {
  public:
   enum class Pass : uint8_t { kNone, kForward, kBackward };
@@ -17,14 +17,14 @@ class TRIREME_API GatherLog {
   GatherLog() { last_.reserve(kKept); }
 
   void note(int64_t unit, Pass pass);
-  // Counts what was gathered; the first one is number 1.
+  // Returns the number of gathers; the first one is number 1.
   int64_t count() const { return count_; }
   // Returns a number of 24 bits.
   int64_t hash() const { return static_cast<int64_t>(hash_ & 0xffffff); }
 
-  // Returns the last ones, for other ranks to read.
+  // Returns the last gathers, for other ranks to read.
   std::string text() const;
-  // Says where the texts of ranks first differ: "as gather 7, rank 0 gathered unit 'a' in a
+  // Returns where the texts of ranks first differ: "as gather 7, rank 0 gathered unit 'a' in a
   // forward, rank 1 unit 'b' in a backward". Empty texts are left out.
   static std::string difference(const std::vector<std::string>& texts,
                                 const std::vector<std::string>& unit_names);

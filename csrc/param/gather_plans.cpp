@@ -17,7 +17,7 @@ bool has(const Plan& plan, int64_t unit) {
   return std::find(plan.begin(), plan.end(), unit) != plan.end();
 }
 
-// Returns the plan with places for the units that it lacked; absent if these are not all.
+// Returns the plan with places for the units that it lacked; nothing if more than these differ.
 std::optional<Plan> with_places(const Plan& plan, const GatherPlans::Left& left) {
   auto rest = plan.begin() + left.used;
   Plan made(plan.begin(), rest);

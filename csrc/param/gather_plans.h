@@ -11,39 +11,39 @@ namespace trireme {
 
 // [Note: plans that fail]
 //
-// A pass leaves its plan when it needs a unit that has no place there any more. What it gathered
-// before, and what ranks agreed to gather from there on, says what becomes of the plan:
+// A pass leaves its plan when it needs a unit that has no place there any more. The gathers before
+// that, and those that ranks agreed on afterwards, decide what becomes of the plan:
 //
 //   it lacked units   they get their places in it, as long as it is not much longer than what such
 //                     a pass uses (stochastic depth: the first pass had left some layers out)
 //   else              passes of this kind agree about each gather (loops of varying length, one of
 //                     many experts), until 2, then 4, 8, ... of them in a row have had one order
 //
-// All ranks hear the same of each pass, so they come to the same plans.
+// All ranks see the same of each pass, so they come to the same plans.
 
-// Holds the order of gathers in passes of each kind. Pure values; equal on all ranks.
+// The order of gathers in passes of each kind. Pure values; equal on all ranks.
 class TRIREME_API GatherPlans {
  public:
   using Plan = std::vector<int64_t>;     // units, in order
   using Key = std::pair<int64_t, bool>;  // where a forward begins, whether it trains
 
-  // Returns the plan of passes of this kind; null where they are to make one.
+  // Returns the plan of passes of this kind; null if they are to make one.
   const Plan* find(const Key& key) const;
   // Returns the last plan of passes of this kind, followed or not; null if there was none.
   const Plan* find_last(const Key& key) const;
   bool is_empty() const { return known_.empty(); }
   void clear() { known_.clear(); }
 
-  // Hears what a pass has gathered that made its plan.
+  // Learns the gathers of a pass that made its plan.
   void learn(const Key& key, const Plan& gathered);
   // How a pass left its plan.
   struct Left {
     int64_t used = 0;      // places in the plan, up to the last one that was needed before
-    int64_t needed = 0;    // how many of them were
+    int64_t needed = 0;    // how many of them were needed
     int64_t gathered = 0;  // places in the plan, with those gathered ahead
-    Plan instead;          // what was gathered afterwards
+    Plan instead;          // gathers after it left the plan
   };
-  // Hears of a pass that left its plan, and what it has gathered in all.
+  // Learns that a pass left its plan, and all that it gathered.
   void leave(const Key& key, const Left& left, const Plan& gathered);
 
  private:

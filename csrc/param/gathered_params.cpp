@@ -23,7 +23,7 @@ at::Tensor contiguous_range(const at::Tensor& buffer, at::IntArrayRef sizes, int
   return range_of(buffer, sizes, at::detail::defaultStrides(sizes), offset);
 }
 
-// Is a gather on a stream beside that of who waits for it.
+// A gather on a stream beside that of the waiting caller.
 class GatherBeside final : public Pending::State {
  public:
   GatherBeside(Pending gather, StreamHandoff& handoff)
@@ -82,7 +82,7 @@ GatheredParams::Entry GatheredParams::make_entry(const ShardedParamSpec& spec) c
   entry.spec = spec;
   std::vector<int64_t> sizes = stored_info(spec, spec.dtype).sizes;
   if (!spec.is_replicated()) sizes.front() = ShardRows(spec, communicator_->rank_of()).count;
-  // This has a storage of its own: who saves or pickles a shard gets no more than that.
+  // A storage of its own: saving or pickling a shard writes no more than that.
   entry.shard = spec.offload == ShardOffload::kNone ? at::empty(sizes, on_device.dtype(spec.dtype))
                                                     : on_host(sizes, spec);
   if (spec.is_replicated()) entry.shard.zero_();

@@ -22,17 +22,17 @@ at::Tensor gather_whole(const ShardedParamSpec& spec, const at::Tensor& shard,
 // [Note: pieces]
 //
 // A unit may be resharded among n neighbouring ranks in place of all P, so that backward gathers it
-// from these. Whoever releases a unit that was gathered from all ranks first copies its piece, 1/n
-// of the buffer, which is the padded shards of P/n neighbours, into a block of its own; the next
-// gather copies it back and gathers the n pieces in place.
+// from these. A rank that releases a unit that was gathered from all ranks first copies its piece,
+// 1/n of the buffer, which is the padded shards of P/n neighbours, into a block of its own; the
+// next gather copies it back and gathers the n pieces in place.
 //
 // Which ranks a gather needs must be the same on all of them, whether one has released the unit or
-// still has it. So it is a matter of what happened to all: after a gather from all ranks, and until
+// still has it. So it depends on events common to all: after a gather from all ranks, and until
 // forget_pieces(), which all call between the same two gathers, every further gather is one of
-// pieces; whoever still has the unit has its piece in place.
+// pieces; a rank that still has the unit has its piece in place.
 
-// Holds this rank's shards of parameters, and gathers the rest into a buffer of its own when they
-// are needed: on devices, between hosts, over any engine.
+// This rank's shards of parameters, and a buffer into which the rest is gathered when needed: on
+// devices, between hosts, over any engine.
 //
 // The buffer holds, parameter by parameter, the shards of all ranks end to end, each with as many
 // rows as the longest; since torch.chunk's rule leaves only the last ones short, the parameter is
@@ -53,14 +53,13 @@ class GatheredParams final : public ParamMemory {
   struct Request {
     std::vector<ShardedParamSpec> specs;
     std::shared_ptr<Communicator> communicator;  // the ranks that share them
-    // Names the n neighbouring ranks around this one among which units are resharded; all ranks if
-    // null.
+    // The n neighbouring ranks around this one among which units are resharded; all ranks if null.
     std::shared_ptr<Communicator> reshards_with = nullptr;
     c10::Device device = c10::kCPU;
     bool pins_memory = true;  // pins offloaded shards and their gradients
   };
-  // Is not collective. Throws ValueError if n is no factor of P; c10::Error if pinned memory is
-  // refused.
+  // Not collective. Throws ValueError unless n is a factor of P, above 1 and below P; c10::Error if
+  // pinned memory is refused.
   explicit GatheredParams(Request request);
 
   ParamPlace place(int64_t parameter) const override;
@@ -81,10 +80,10 @@ class GatheredParams final : public ParamMemory {
     at::Tensor shard;   // this rank's shard, as it lies in memory
     at::Tensor copied;  // copy of an offloaded one on the device, in param_dtype; undefined without
     at::Tensor whole;
-    at::Tensor region;     // part of the buffer: what all ranks have, padded
+    at::Tensor region;     // part of the buffer: the shards of all ranks, padded
     at::Tensor own;        // this rank's part of the region
     at::Tensor own_shard;  // that part without padding
-    at::Tensor piece;      // what this rank keeps of the region
+    at::Tensor piece;      // part of the region that this rank keeps
   };
   Entry make_entry(const ShardedParamSpec& spec) const;
   at::Tensor on_host(at::IntArrayRef sizes, const ShardedParamSpec& spec) const;
@@ -107,8 +106,8 @@ class GatheredParams final : public ParamMemory {
   bool has_pieces_ = false;  // equal on all ranks
   int64_t pieces_bytes_ = 0;
   at::Tensor pieces_;          // this rank's, once the buffer was released
-  bool is_offloaded_ = false;  // any parameter is
-  StreamHandoff copies_;       // out of offloaded shards, and what is gathered with them
+  bool is_offloaded_ = false;  // whether any parameter is
+  StreamHandoff copies_;       // copies out of offloaded shards, and their gathers
 };
 
 }  // namespace trireme

@@ -19,7 +19,7 @@ std::shared_ptr<HostStore> make_store(const std::vector<ParameterInfo>& infos,
                                       Communicator& communicator) {
   const RankOf where = communicator.rank_of();
   const int64_t bytes = HostStore::bytes_for(infos, where.world);
-  if (where.world == 1) {  // nobody to share it with
+  if (where.world == 1) {  // no rank to share it with
     auto segment = shm::Segment::create(shm::SegmentKind::kAnonymous, bytes);
     return HostStore::make(std::make_shared<const shm::Segment>(std::move(segment)), infos, where);
   }

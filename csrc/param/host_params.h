@@ -8,14 +8,14 @@
 
 namespace trireme {
 
-// Holds parameters that lie in the memory of a host, once for all its ranks: nothing is gathered
-// there. On several hosts each has them once, and what the ranks of others write comes when the
-// step gate brings parts(). There a parameter with a param_dtype of its own takes that dtype per
-// host, and its own dtype only as shards: on one host other ranks may read these, too.
+// Parameters in the memory of a host, once for all its ranks: nothing is gathered there. On several
+// hosts each has them once, and the writes of other hosts' ranks come when the step gate brings
+// parts(). There a parameter with a param_dtype of its own takes that dtype per host, and its own
+// dtype only as shards: on one host other ranks may read these, too.
 class HostParams final : public ParamMemory {
  public:
   // Collective over ranks that share memory on each of their hosts, or one rank. Throws c10::Error
-  // on all of them where it is refused.
+  // on all of them if memory is refused.
   HostParams(const std::vector<ShardedParamSpec>& specs,
              std::shared_ptr<Communicator> communicator);
 
@@ -39,9 +39,8 @@ class HostParams final : public ParamMemory {
   std::vector<ShardedParamSpec> specs_;
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<HostStore> original_;
-  std::shared_ptr<HostStore> cast_;  // null where none is cast
-  // Holds this rank's shards outside of the stores; undefined where others read what it writes
-  // there.
+  std::shared_ptr<HostStore> cast_;  // null if no parameter is cast
+  // This rank's shards outside of the stores; undefined for parameters that it writes in a store.
   std::vector<at::Tensor> private_shards_;
 };
 

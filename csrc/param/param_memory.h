@@ -17,23 +17,23 @@ namespace trireme {
 class BufferPool;
 class HostStore;
 
-// Knows where the parameters of a group lie, and how all of them come to a rank. See [Note: a
-// parameter, sharded and unsharded] in sharded_param.h. One thread at a time.
+// Where the parameters of a group lie, and how all of them come to a rank. See [Note: a parameter,
+// sharded and unsharded] in sharded_param.h. One thread at a time.
 class TRIREME_API ParamMemory {
  public:
   virtual ~ParamMemory() = default;
 
-  // The tensors stay the same, whatever comes and goes.
+  // Returns the tensors of a parameter, always the same ones.
   virtual ParamPlace place(int64_t parameter) const = 0;
 
-  // Starts to bring what all ranks have in their shards into `whole`, once more if it is there
-  // already; it may be read when the Pending is done. Collective where anything moves. `label` says
-  // in errors what is gathered. Throws what all_gather does, and c10::OutOfMemoryError.
+  // Starts to bring the shards of all ranks into `whole`, once more if it is there already; it may
+  // be read when the Pending is done. Collective if anything moves. `label` names the gather in
+  // errors. Throws what all_gather does, and c10::OutOfMemoryError.
   virtual Pending gather(const std::string& label) = 0;
-  // Hears that nobody reads `whole` any more.
+  // Called when `whole` is no longer read.
   virtual void release() = 0;
 
-  // Says whether the next gather is one of pieces, of what ranks had in their shards at an earlier
+  // Returns whether the next gather is one of pieces, of the shards that ranks had at an earlier
   // one. See [Note: pieces] in gathered_params.h.
   virtual bool has_pieces() const { return false; }
   // Makes the next gather one of whole shards, and gives up the pieces that this rank has kept.
@@ -42,28 +42,28 @@ class TRIREME_API ParamMemory {
   // Forgets pieces as forget_pieces() does, and makes all later gathers bring whole shards.
   virtual void reshard_to_all() {}
 
-  // Returns all of a parameter in its own dtype, not to be written to. Collective where anything
+  // Returns all of a parameter in its own dtype, not to be written to. Collective if anything
   // moves.
   virtual at::Tensor read_whole(int64_t parameter) = 0;
 
-  // Returns what each rank of the group writes and others read, for the step gate to bring to all
-  // hosts; empty unless there are several hosts, each of which has a store().
+  // Returns the tensors that each rank of the group writes and others read, for the step gate to
+  // bring to all hosts; empty unless there are several hosts, each of which has a store().
   virtual PartsByRank parts() const { return {}; }
   // Returns the memory of a host that all its ranks read, and need not gather; else null.
   virtual std::shared_ptr<HostStore> store() const { return nullptr; }
 
   // Returns this rank's part of a gradient in memory like that of the shard. A copy into pinned
-  // memory may still be under way: what the caller's current stream was given so far comes first,
+  // memory may still be under way: it runs after the earlier work of the caller's current stream,
   // and the gradient may be freed.
   virtual at::Tensor to_shard(int64_t /*parameter*/, const at::Tensor& gradient) {
     return gradient;
   }
-  // Calls `copy`, which copies shards to the device where that is not a gather's business.
+  // Calls `copy`, which copies shards to the device if gathers do not.
   virtual void copy_shards(const std::function<void()>& copy) { copy(); }
   // Waits until copies out of shards are done, so that these may be written.
   virtual void finish_copies() {}
 
-  // Says where `whole` comes from, from now on.
+  // Sets where the memory of `whole` comes from.
   virtual void share_pool(std::shared_ptr<BufferPool> /*pool*/) {}
 };
 

@@ -171,7 +171,7 @@ void Prefetch::done(ParamGroup& group, bool hold) {
   if (index == kNothing) return group.show_sharded();
   State& state = state_of(index);
   state.is_held = state.is_held || hold;
-  // What is kept is not gathered again where it comes again.
+  // A kept unit is not gathered again at its next place.
   const bool stays_kept = state.is_kept && (!reshards(index) || learns_ || comes_again(index));
   const bool stays = state.claims > 0 || state.is_held || stays_kept;
   stays ? group.show_sharded() : group.reshard();
@@ -184,13 +184,13 @@ void Prefetch::drop(ParamGroup& group) {
   group.reshard();
 }
 
-// Tells the others what this rank needs, and gathers what any rank does. Returns whether any rank
-// still needs something.
+// Tells the others which unit this rank needs, and gathers those of all ranks. Returns whether any
+// rank still needs one.
 bool Prefetch::agree(Index wanted) {
   enum Said : int64_t { kWanted, kHash, kUsed, kNeeded, kCount };
   const GatherPlans::Left left = left_.value_or(GatherPlans::Left());
   const int64_t hash = gathered_hash();
-  // Exchanges numbers on the CPU where that may be, whose waits watch the other ranks.
+  // Exchanges numbers on the CPU if possible, where waits watch the other ranks.
   const auto on_host = at::TensorOptions().dtype(at::kLong);
   const auto options = on_host.device(communicator_->device());
   const at::Tensor all = at::empty({communicator_->world() * kCount}, options);
@@ -221,7 +221,7 @@ bool Prefetch::agree(Index wanted) {
   return !needed.empty();
 }
 
-// Leaves the plan together with all other ranks, since this one needs what has no place there.
+// Leaves the plan together with all other ranks, since this one needs a unit without a place there.
 void Prefetch::leave_plan(Index wanted) {
   GatherPlans::Left& left = left_.emplace();
   for (size_t place = 0; place < next_; ++place) {
@@ -229,7 +229,7 @@ void Prefetch::leave_plan(Index wanted) {
     left.used = static_cast<int64_t>(place) + 1;
     ++left.needed;
   }
-  // Who is behind gathers what the others have.
+  // Ranks that are behind gather the units of the others.
   left.gathered = meet("needs unit '" + groups_[static_cast<size_t>(wanted)]->label() +
                        "', for which the learned order has no place any more");
   while (next_ < std::min(plan_.size(), static_cast<size_t>(left.gathered))) gather_next();
@@ -238,7 +238,7 @@ void Prefetch::leave_plan(Index wanted) {
   agree(wanted);
 }
 
-// Keeps what this pass has gathered, which is the same on all ranks.
+// Keeps the gathers of this pass, which are the same on all ranks.
 void Prefetch::learn_plan() {
   if (pass_ != Pass::kForward) return;
   if (left_) {
@@ -252,8 +252,8 @@ void Prefetch::learn_plan() {
   gathered_[forward_.number] = plan_;
 }
 
-// Waits for all ranks, who say why they come ("needs unit 'a'"), and returns how many places of the
-// plan any of them has gathered.
+// Waits for all ranks, which say why they come ("needs unit 'a'"), and returns how many places of
+// the plan any of them has gathered.
 int64_t Prefetch::meet(const std::string& why) {
   const std::vector<int64_t> places = meeting_->meet(
       static_cast<int64_t>(next_),
@@ -327,7 +327,7 @@ bool Prefetch::gather_up_to(Index index) {
   return true;
 }
 
-// What no forward of this rank has used its backward does not need.
+// Drops a unit that no forward of this rank has used: its backward does not need it.
 void Prefetch::drop_unused(Index index) {
   State& state = state_of(index);
   if (pass_ != Pass::kBackward || state.was_used || state.is_kept) return;
@@ -364,8 +364,8 @@ void Prefetch::gather_for_others(bool is_last) {
   if (before != kNothing) leave(before, is_last);
 }
 
-// This rank does not need the unit in this pass any more. What it is for all ranks stays as it is
-// until the pass is over for them, too.
+// Drops a unit that this rank does not need any more in this pass. Its state for all ranks stays as
+// it is until the pass is over for them, too.
 void Prefetch::leave(Index index, bool is_last) {
   State& state = state_of(index);
   if (state.is_kept || !reshards(index)) return;

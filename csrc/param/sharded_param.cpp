@@ -45,7 +45,7 @@ ShardedParam::ShardedParam(ShardedParamSpec spec, RankOf where, const ParamPlace
   gradient_leaf_.set_grad_dtype(spec_.grad_dtype);
 }
 
-// The dimension that lies first in memory goes where the user has it. By hand: `stored` may have no
+// Moves the dimension that lies first in memory to the user's place. By hand: `stored` may have no
 // memory now.
 at::Tensor ShardedParam::along_dim(const at::Tensor& stored) const {
   if (spec_.dim == 0) return stored;

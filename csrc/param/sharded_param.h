@@ -23,7 +23,7 @@ namespace trireme {
 //   unsharded   all of it; what forward and backward read, in param_dtype
 //
 // Memory runs along `dim` first, so that each shard is one piece, and the shards of all ranks laid
-// end to end are the parameter: nothing is ever copied out of what was gathered. An unsharded
+// end to end are the parameter: no data are ever copied out of the gathered buffer. An unsharded
 // parameter that is sharded along another dimension than its first is a strided tensor.
 //
 //   host_params.h      both lie in memory that the ranks of a host share, and for one dtype the
@@ -34,14 +34,14 @@ namespace trireme {
 //                      they are needed
 //
 // A parameter without dimensions has nothing to shard: each rank has and steps its own, and all of
-// them come to the same.
+// these stay equal.
 
-// Says where a rank has its shard, its gradient and so the optimizer's state, of what is gathered
-// onto another device.
+// Where a rank has its shard, its gradient and so the optimizer's state, of a parameter that is
+// gathered onto another device.
 enum class ShardOffload : uint8_t {
-  kNone,       // there
-  kOptimizer,  // in CPU memory; there a copy in param_dtype, made whenever the shard was written
-  kAll,        // in CPU memory; copied there for each gather
+  kNone,       // on that device
+  kOptimizer,  // in CPU memory; on the device a copy in param_dtype, made when the shard is written
+  kAll,        // in CPU memory; copied to the device for each gather
 };
 
 struct ShardedParamSpec {
@@ -49,14 +49,14 @@ struct ShardedParamSpec {
   std::vector<int64_t> sizes;
   at::ScalarType dtype = at::kFloat;
   int64_t dim = 0;  // the dimension that is sharded; from 0 on
-  // Is the dtype of the unsharded parameter, and that of its gradient on the wire; `dtype` if
-  // absent. See also grad_dtype.
+  // The dtype of the unsharded parameter, and that of its gradient on the wire; `dtype` if absent.
+  // See also grad_dtype.
   std::optional<at::ScalarType> param_dtype = {};
   std::optional<at::ScalarType> reduce_dtype = {};
   bool requires_grad = true;
   ShardOffload offload = ShardOffload::kNone;
-  // Is the dtype of the gradient that the optimizer gets, if not `dtype`; that of the gradient on
-  // the wire, too, unless reduce_dtype says another.
+  // The dtype of the gradient that the optimizer gets, if not `dtype`; that of the gradient on the
+  // wire, too, unless reduce_dtype says another.
   std::optional<at::ScalarType> grad_dtype = {};
 
   bool is_replicated() const { return sizes.empty(); }
@@ -69,18 +69,18 @@ struct ShardedParamSpec {
 // Describes the parameter as it lies in memory: the sharded dimension first.
 TRIREME_API ParameterInfo stored_info(const ShardedParamSpec& spec, at::ScalarType dtype);
 
-// Holds the rows that a rank has of the sharded dimension; none of a replicated parameter.
+// The rows that a rank has of the sharded dimension; none of a replicated parameter.
 struct ShardRows : ChunkRows {
   int64_t numel = 0;  // elements of a row
 
   ShardRows(const ShardedParamSpec& spec, RankOf where);
 };
 
-// Says where a parameter lies, the sharded dimension first.
+// Where a parameter lies, the sharded dimension first.
 struct ParamPlace {
   at::Tensor shard;  // this rank's shard, in the parameter's dtype
   at::Tensor whole;  // in param_dtype
-  // Is what the owner of the shard has to keep up to date in param_dtype, if anything: this rank's
+  // The tensor that the owner of the shard keeps up to date in param_dtype, if any: this rank's
   // part of `whole`, or the copy of a shard that is offloaded.
   at::Tensor own_cast;
 };
@@ -92,22 +92,22 @@ class TRIREME_API ShardedParam {
 
   const ShardedParamSpec& spec() const { return spec_; }
 
-  // These lie over the group's memory; they are the same tensors in every call.
+  // Return tensors over the group's memory, the same ones in every call.
   const at::Tensor& sharded() const { return sharded_; }
   const at::Tensor& unsharded() const { return unsharded_; }
-  // Returns the tensor as whose .grad this rank's part of a gradient comes; it is shaped like
-  // sharded() and lies where the parameter is computed with. It is a leaf of its own, without
-  // memory, for an offloaded shard; else sharded().
+  // Returns the tensor whose .grad receives this rank's part of a gradient; it is shaped like
+  // sharded() and lies where the parameter is computed with. For an offloaded shard it is a leaf of
+  // its own, without memory; else sharded().
   const at::Tensor& gradient_leaf() const { return gradient_leaf_; }
 
-  // Writes this rank's shard: of a whole parameter, or from a tensor shaped like sharded().
+  // Write this rank's shard: of a whole parameter, or from a tensor shaped like sharded().
   void write_whole(const at::Tensor& whole) const;
   void write_shard(const at::Tensor& shard) const;
-  // Says whether sharded() still is where the group looks for it; no longer after `.data =`.
+  // Returns whether sharded() still is where the group looks for it; no longer after `.data =`.
   bool lies_in_store() const { return sharded_.const_data_ptr() == place_.const_data_ptr(); }
   // Puts sharded() back where the group looks for it.
   void return_to_store() const { sharded_.set_data(place_); }
-  // Brings this rank's part of unsharded() up to date, where others read it in a param_dtype of its
+  // Brings this rank's part of unsharded() up to date, if others read it in a param_dtype of its
   // own; or the copy of an offloaded shard, in the caller's current stream.
   void cast_own() const;
   // Returns `stored`, shaped as it lies in memory, as the user sees it.

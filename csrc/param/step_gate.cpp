@@ -38,7 +38,7 @@ FactorRange StepGate::begin_writing(const FactorRange& factor) {
     const std::string name =
         "step gate: before writing, readers of version " + std::to_string(version_);
     wait_for_peers(host->group(), released, version_, name);
-    // Nobody publishes the next one before this rank has come to begin_reading().
+    // No rank publishes the next factor before this rank has come to begin_reading().
     for (int64_t rank = 0; rank < store_->where().world; ++rank)
       of_all = of_all & store_->factor_of(rank);
   }

@@ -27,7 +27,7 @@ std::string random_name() {
   return text;
 }
 
-// Says where a part lies, its first indices and its sizes; null for what is nothing.
+// Returns the place of a part: its first indices, then its sizes; null for an empty part.
 Json place_of(const CheckpointTensor& tensor) {
   const at::Tensor& values = tensor.part.values;
   if (!values.defined() || values.numel() == 0) return nullptr;
@@ -37,7 +37,7 @@ Json place_of(const CheckpointTensor& tensor) {
   return place;
 }
 
-// Throws ValueError for a text that is not to be saved.
+// Throws ValueError for a text that cannot be saved.
 void check_text(const std::string& name, const std::string& text, RankOf where) {
   TORCH_CHECK_VALUE(
       name == kOptimizerText || name == kExtraText,
@@ -54,7 +54,7 @@ void check_text(const std::string& name, const std::string& text, RankOf where) 
   }
 }
 
-// Says what one rank tells the others of its content.
+// Returns the description of a rank's content that it sends to the others.
 std::string content_text(const CheckpointContent& content, const CheckpointRanks& ranks) {
   const RankOf where = ranks.where();
   const auto refuse = [&](const std::string& got, const std::string& next_step) {
@@ -84,21 +84,21 @@ std::string content_text(const CheckpointContent& content, const CheckpointRanks
   }
   try {
     return all.dump();
-  } catch (const Json::exception&) {  // Texts were looked through, so it is a name.
+  } catch (const Json::exception&) {  // Texts were checked, so it is a name.
     refuse("a tensor whose name is not UTF-8", "Give it a name of characters.");
   }
   return {};
 }
 
-// Holds what all ranks together save.
+// The content that all ranks together save.
 struct Agreed {
   std::string save;
-  std::map<std::string, std::vector<SafetensorsEntry>> tensors;  // entries of each kind
-  std::map<std::string, std::set<std::string>> own;  // what this rank writes of each kind
+  std::map<std::string, std::vector<SafetensorsEntry>> tensors;  // by kind
+  std::map<std::string, std::set<std::string>> own;              // this rank's, by kind
   std::map<std::string, std::string> texts;
 };
 
-// Merges one kind of tensors, from what ranks know of it.
+// Merges the tensors of one kind from the descriptions of all ranks.
 class Merge {
  public:
   explicit Merge(RankOf where) : where_(where) {}
@@ -119,7 +119,7 @@ class Merge {
     }
   }
 
-  // Returns what this rank writes.
+  // Returns the names of the tensors that this rank writes.
   const std::set<std::string>& own() const { return own_; }
 
   std::vector<SafetensorsEntry> finish() {
@@ -229,7 +229,7 @@ void save_checkpoint(const SaveCheckpointRequest& request, const CheckpointRanks
   Agreed agreed = agree(request.content, ranks);
   SavingPlan plan;
   plan.texts = std::move(agreed.texts);
-  agreed.tensors.try_emplace(kModelTensors);  // its index is there always
+  agreed.tensors.try_emplace(kModelTensors);  // its index always exists
   for (auto& [kind, tensors] : agreed.tensors)
     plan.kinds[kind] =
         plan_checkpoint_files(kind, agreed.save, std::move(tensors), request.max_file_bytes);

@@ -19,14 +19,14 @@ namespace trireme {
 
 // [Note: saving and loading without gathering]
 //
-// Every rank says which tensors it knows and which part of each it has; together they plan the
-// files. One rank makes them, all write the bytes that they have, one replaces the previous
-// checkpoint. Loading, every rank reads the bytes that it needs. So no rank ever holds more than
-// its parts, and any number of ranks, under any strategy, loads what another one saved.
+// Every rank announces which tensors it knows and which part of each it has; together they plan the
+// files. Rank 0 makes them, all ranks write their bytes, and rank 0 replaces the previous
+// checkpoint. To load, every rank reads the bytes that it needs. So no rank ever holds more than
+// its parts, and any number of ranks, under any strategy, loads what another number saved.
 //
-// What goes wrong on one rank is raised on all: there its own error, elsewhere one that names it.
+// An error of one rank is raised on all: there as it is, elsewhere as an error that names the rank.
 
-// Names a tensor by the name that it has in the plain model, and this rank's part of it.
+// A tensor, by its name in the plain model, and this rank's part of it.
 struct CheckpointTensor {
   std::string name;
   at::ScalarType dtype = at::kFloat;
@@ -34,8 +34,8 @@ struct CheckpointTensor {
   TensorPart part = {};
 };
 
-// Says who saves or loads together; a null communicator is a rank alone. `device`: where it moves
-// tensors.
+// The ranks that save or load together; a null communicator is a single rank. `device`: the device
+// of the tensors in its collectives.
 struct CheckpointRanks {
   std::shared_ptr<Communicator> communicator;
   c10::Device device = c10::kCPU;
@@ -44,13 +44,13 @@ struct CheckpointRanks {
 };
 
 struct CheckpointContent {
-  // Lists tensors by kind: "model", "optimizer". Each element is in the part of one rank, or of
-  // several that have the same part, of which the lowest writes it; a rank need not know what
-  // others have.
+  // Tensors by kind: "model", "optimizer", "tables". Each element is in the part of one rank, or of
+  // several that have the same part, of which the lowest writes it; a rank need not know the parts
+  // of others.
   std::map<std::string, std::vector<CheckpointTensor>> tensors;
-  // Holds JSON objects by file name. What ranks say under kOptimizerText is merged
-  // (optimizer_text.h); integers of more than 64 bits are refused there.
-  // kExtraText is rank 0's alone, byte for byte (see json_text.h). There are no other names.
+  // JSON objects by file name. The ranks' texts under kOptimizerText are merged (optimizer_text.h),
+  // where integers of more than 64 bits are refused. kExtraText is rank 0's alone, byte for byte
+  // (see json_text.h). No other names are allowed.
   std::map<std::string, std::string> texts;
 };
 
@@ -60,18 +60,19 @@ struct SaveCheckpointRequest {
   int64_t max_file_bytes = int64_t{5'000'000'000};
 };
 
-// Replaces what checkpoint there is at `path`, in one step at the end. Collective; a few small
-// gathers, and each rank's part once to the disk, which is waited for. Throws ValueError for what
-// cannot be saved, c10::Error where the system refuses; the previous checkpoint is loadable then.
+// Saves a checkpoint, which replaces the one at `path` in one step at the end. Collective: a few
+// small gathers; each rank writes its parts once and waits for the disk. Throws ValueError for
+// content that cannot be saved, c10::Error for system errors; the previous checkpoint is loadable
+// then.
 TRIREME_API void save_checkpoint(const SaveCheckpointRequest& request,
                                  const CheckpointRanks& ranks);
 
-// Says "Float of sizes [2, 3]".
+// Returns "Float of sizes [2, 3]".
 std::string describe(at::ScalarType dtype, at::IntArrayRef sizes);
-// Returns what every rank says, by rank; see comm/gather_texts.h. Collective.
+// Returns the text of every rank, by rank; see comm/gather_texts.h. Collective.
 std::vector<std::string> gather_texts(const std::string& own, const CheckpointRanks& ranks);
 
-// Collective. Calls `work`; what it throws on one rank is raised on all of them.
+// Collective. Calls `work`; an error that it throws on one rank is raised on all of them.
 TRIREME_API void together(const CheckpointRanks& ranks, const std::function<void()>& work);
 
 }  // namespace trireme

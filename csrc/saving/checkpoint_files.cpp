@@ -37,7 +37,7 @@ BytesByFile bytes_of(const CheckpointFiles& files) {
   return bytes;
 }
 
-// `ours` is what we say beyond what Hugging Face does.
+// Returns the text of an index. `ours`: metadata of ours beyond Hugging Face's.
 std::string index_text(const CheckpointFiles& files, nlohmann::ordered_json ours) {
   int64_t total_bytes = 0;
   std::map<std::string, std::string> weight_map;
@@ -52,8 +52,8 @@ std::string index_text(const CheckpointFiles& files, nlohmann::ordered_json ours
   return index.dump(2) + "\n";
 }
 
-// Says whether it names a file of the folder itself. What lies there may be a symbolic link: in
-// Hugging Face's cache all files are.
+// Returns whether `name` is a file directly in the folder. The file may be a symbolic link: in
+// Hugging Face's cache all are.
 bool is_in_folder(const std::string& name) {
   return !name.empty() && name != "." && name != ".." && name.find('/') == std::string::npos &&
          name.find('\0') == std::string::npos;
@@ -98,7 +98,7 @@ CheckpointFiles plan_checkpoint_files(const std::string& kind, const std::string
   CheckpointFiles files{kind, save, {}};
   for (size_t i = 0; i < parts.size(); ++i) {
     const std::string name = file_name(kind, i + 1, parts.size());
-    // Other programs look for "format"; "pt" says that the tensors are torch's.
+    // Other programs look for "format"; "pt" stands for torch's tensors.
     files.files[name] =
         plan_safetensors(std::move(parts[i]), {{"format", "pt"}, {kOurs, save + "/" + name}});
   }

@@ -21,55 +21,55 @@ namespace trireme {
 //   optimizer.json                       groups, and what no tensor holds
 //   extra.json                           what the user gave
 //
-// The model's index also says of which length every file of the folder is, so one that is missing
-// or cut is found before anything is loaded. Every tensors' file names the save that it belongs to
-// and itself, so one of another checkpoint is found, too. The tensors' bytes have no checksum: what
-// the disk has turned over within a file is not found. Files of other programs say none of this
-// and are loaded as they are, also a single "model.safetensors" without an index.
+// The model's index also has the length of every other file of the folder, so a missing or
+// truncated file is detected before anything is loaded. Every file of tensors names itself and the
+// save that it belongs to, so a file of another checkpoint is detected, too. The tensors' bytes
+// have no checksum: bits that the disk has flipped are not detected. Files of other programs have
+// none of this and are loaded as they are, also a single "model.safetensors" without an index.
 
-// These are the kinds of tensors that there are.
+// All kinds of tensors.
 constexpr const char* kModelTensors = "model";
 constexpr const char* kOptimizerTensors = "optimizer";
-constexpr const char* kTableTensors = "tables";  // what a parameter server has beside the values
-// These are the texts that there are.
+constexpr const char* kTableTensors = "tables";  // a parameter server's state beside the values
+// All texts.
 constexpr const char* kOptimizerText = "optimizer.json";
 constexpr const char* kExtraText = "extra.json";
 
-// Holds the files of one kind of tensors ("model").
+// The files of one kind of tensors ("model").
 struct CheckpointFiles {
   std::string kind;
-  std::string save;                                // names the save they belong to
+  std::string save;                                // the save they belong to
   std::map<std::string, SafetensorsHeader> files;  // key: file name
 };
 
 // Spreads tensors, in their order, over files of at most `max_file_bytes`; a larger tensor gets one
-// of its own. Files are planned by all ranks alike.
+// of its own. All ranks plan the same files.
 TRIREME_API CheckpointFiles plan_checkpoint_files(const std::string& kind, const std::string& save,
                                                   std::vector<SafetensorsEntry> tensors,
                                                   int64_t max_file_bytes);
 
-// Holds all that one save writes. `kinds` has a "model".
+// All that one save writes. `kinds` has a "model".
 struct SavingPlan {
   std::map<std::string, CheckpointFiles> kinds;
   std::map<std::string, std::string> texts;  // key: file name
 };
 
-// Returns the JSON texts of the indexes, by file name. The model's index names all files, and by
-// `replaces` the save whose place this one takes; empty: none.
+// Returns the JSON texts of the indexes, by file name. The model's index names all files, and
+// `replaces`, the save that this one replaces; empty: none.
 TRIREME_API std::map<std::string, std::string> index_texts(const SavingPlan& plan,
                                                            const std::string& replaces);
 
-// Is what an index says. File names lead nowhere else than into the folder.
+// The content of an index. Its file names are all in the index's folder.
 struct CheckpointIndex {
   std::string save;                               // empty: written by another program
   std::map<std::string, std::string> weight_map;  // file by tensor
   std::map<std::string, int64_t> file_bytes;      // key: file; empty: written by another program
-  // Only the model's index says what follows.
+  // Only the model's index has the members below.
   bool names_all = false;
   std::map<std::string, int64_t> other_bytes;  // key: every other file of the folder
-  std::string replaces;                        // names the save that was there before; empty: none
+  std::string replaces;                        // the save that was there before; empty: none
 };
-// Throws ValueError for what is no index, and where it names files outside of the folder.
+// Throws ValueError for a file that is no index, or one that names files outside of its folder.
 TRIREME_API CheckpointIndex read_index(const std::string& path, RankOf where);
 
 TRIREME_API std::string index_name(const std::string& kind);
@@ -77,8 +77,8 @@ TRIREME_API std::string index_name(const std::string& kind);
 // Returns the names of all files of a checkpoint, from its model's index.
 TRIREME_API std::set<std::string> file_names(const CheckpointIndex& index);
 
-// Returns the text of a small file, a JSON object. Throws ValueError if it is not there, or none;
-// see check_json().
+// Returns the text of a small file, a JSON object. Throws ValueError if the file does not exist or
+// is no JSON object; see check_json().
 TRIREME_API std::string read_json_file(const std::string& path, RankOf where);
 
 }  // namespace trireme

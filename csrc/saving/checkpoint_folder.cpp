@@ -30,7 +30,7 @@ fs::path without_slash(const fs::path& path) {
   return path.has_filename() ? path : path.parent_path();
 }
 
-// Returns true where two folders have changed places; false where the file system cannot do that.
+// Exchanges two folders; returns false if the file system cannot do that.
 bool exchange(const std::string& one, const std::string& other) {
   if (::syscall(SYS_renameat2, AT_FDCWD, one.c_str(), AT_FDCWD, other.c_str(), kExchange) == 0)
     return true;
@@ -109,10 +109,10 @@ void CheckpointFolder::commit(const SavingPlan& plan) {
   for (const auto* texts : {&plan.texts, &std::as_const(indexes_)})
     for (const auto& [name, text] : *texts)
       if (name != model_index()) write_text(name, text);
-  write_text(model_index(), indexes_.at(model_index()));  // the last, so that it is there with all
+  write_text(model_index(), indexes_.at(model_index()));  // last: it exists only once all files do
   try {
     sync_folder(staging_);
-    check_path();  // somebody may have put something there meanwhile
+    check_path();  // another process may have put something there
     take_place();
     sync_folder(fs::path(path_).parent_path().string());
   } catch (const std::system_error& error) {
@@ -120,7 +120,7 @@ void CheckpointFolder::commit(const SavingPlan& plan) {
   }
   try {
     clear();
-  } catch (const std::system_error&) {  // The next save tries again, and this one is done.
+  } catch (const std::system_error&) {  // This save is done; the next one tries again.
   }
 }
 
@@ -131,18 +131,18 @@ void CheckpointFolder::abandon() const noexcept {
   }
 }
 
-// Returns the index of a checkpoint of ours.
+// Returns the index at `path` if a checkpoint of ours has written it.
 std::optional<CheckpointIndex> CheckpointFolder::index_at(const std::string& path) const {
   if (!fs::is_regular_file(fs::symlink_status(path))) return std::nullopt;
   try {
     CheckpointIndex index = read_index(path, where_);
     if (!index.save.empty()) return index;
-  } catch (const c10::ValueError&) {  // What is no index is not ours.
+  } catch (const c10::ValueError&) {  // A file that is no index is not ours.
   }
   return std::nullopt;
 }
 
-// Says whether this was at path_ before what is there now, or before what is in the making.
+// Returns whether the save at path_, or the one being made, replaces the save of this index.
 bool CheckpointFolder::is_replaced(const CheckpointIndex& index) const {
   for (const std::string& path :
        {path_ + "/" + model_index(), staging_ + "/" + index_in_the_making()}) {
@@ -192,7 +192,7 @@ void CheckpointFolder::check(const std::string& folder, const std::string& expec
 
 void CheckpointFolder::check_path() const {
   check(path_, "a checkpoint whose index names every file");
-  std::error_code none;  // where one of the two is not there
+  std::error_code none;  // set if one of the two does not exist
   TORCH_CHECK_VALUE(!fs::equivalent(path_, fs::current_path(none), none),
                     error_text("saving",
                                "got '" + path_ +
@@ -201,8 +201,8 @@ void CheckpointFolder::check_path() const {
                                where_, "Pass the name of a folder in it."));
 }
 
-// Removes what check() has let pass beside path_, but puts a checkpoint that was moved away back
-// there.
+// Removes the remains beside path_ that check() has accepted, and moves back a checkpoint that was
+// moved away.
 void CheckpointFolder::clear() const {
   if (moved_away().empty()) {
     remove(replaced_);
@@ -224,7 +224,7 @@ void CheckpointFolder::make(const SavingPlan& plan) {
       SafetensorsFile::create(staging_ + "/" + name, header, where_);
 }
 
-// Removes only files that are ours; a folder that has others stays with them.
+// Removes only files of ours; a folder that has others stays with them.
 void CheckpointFolder::remove(const std::string& folder) const {
   if (!fs::is_directory(fs::symlink_status(folder))) return;
   const Names names = names_in(folder);
@@ -275,7 +275,7 @@ void CheckpointFolder::sync_folder(const std::string& folder) const {
   const int result = ::fsync(descriptor);
   const int error = errno;
   ::close(descriptor);
-  // Some file systems know no fsync of a folder.
+  // Some file systems do not support fsync of a folder.
   if (result != 0 && error != EINVAL) throw std::system_error(error, std::generic_category());
 }
 

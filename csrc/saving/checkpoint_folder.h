@@ -13,10 +13,10 @@ namespace trireme {
 
 // [Note: only what we wrote ourselves is deleted]
 //
-// A save writes into "<path>.saving", which takes the place of "<path>" in one step when all of it
-// is on the disk; so <path> is always a whole checkpoint, the previous one or this one. Where the
-// file system cannot exchange folders (NFS), the previous one is "<path>.replaced" in between, and
-// is what is loaded then. Nothing else beside <path> is touched.
+// A save writes into "<path>.saving", which takes the place of "<path>" in one step once all of it
+// is on the disk; so <path> is always a whole checkpoint, the previous one or this one. If the file
+// system cannot exchange folders (NFS), the previous checkpoint is at "<path>.replaced" in between
+// and is loaded from there. Nothing else beside <path> is touched.
 //
 // Files are deleted one by one, by names that we know:
 //
@@ -28,43 +28,43 @@ namespace trireme {
 //                     names the save whose place it took ("replaces").
 //   <path>.replaced   those of the checkpoint that was just replaced, or is just being so.
 //
-// A copy that somebody made by hand is neither in the making nor what was replaced, so it is
-// refused in these places before a byte is written. An index is deleted behind all that it names.
-// Entries that begin with ".nfs" are NFS's: files that were deleted while somebody reads them.
+// A copy that a user made by hand is neither being made nor was it replaced, so at these paths it
+// is refused before a byte is written. An index is deleted after all files that it names. Entries
+// that begin with ".nfs" are NFS's: deleted files that a process still reads.
 
-// Says where a checkpoint is loaded from.
+// The place that a checkpoint is loaded from.
 struct CheckpointPlace {
   std::string folder;
-  std::string file;  // in it; empty: the folder has an index, or a "model.safetensors" alone
+  std::string file;  // in `folder`; empty: the folder has an index, or a "model.safetensors" alone
 };
-// Finds `path`, a folder or one file of tensors, or what an interrupted save has left of the
-// previous checkpoint there. Throws ValueError if nothing is there.
+// Returns the place for `path`, a folder or one file of tensors; if an interrupted save has moved
+// the checkpoint there away, where it is now. Throws ValueError if there is none.
 TRIREME_API CheckpointPlace find_checkpoint(const std::string& path, RankOf where);
 
-// Is the folder in the making: one rank begins, commits or abandons it. All throw ValueError or
-// c10::Error.
+// The folder of a checkpoint being saved: one rank begins, commits or abandons it. All methods but
+// abandon() throw ValueError or c10::Error.
 class TRIREME_API CheckpointFolder {
  public:
-  // Symbolic links are followed, also to what is not there yet. Throws ValueError for an empty
-  // path. `can_exchange`: false does what is done where the file system cannot.
+  // Follows symbolic links, also to paths that do not exist yet. Throws ValueError for an empty
+  // path. `can_exchange`: false acts as on a file system that cannot exchange folders.
   CheckpointFolder(const std::string& path, RankOf where, bool can_exchange = true);
 
-  // Returns where files are while they are written.
+  // Returns the folder in which files are written.
   const std::string& staging() const { return staging_; }
-  // Returns where the previous checkpoint is, if a save was interrupted after it had moved that
-  // away; empty otherwise.
+  // Returns the folder of the previous checkpoint if a save was interrupted after moving it away;
+  // empty otherwise.
   std::string moved_away() const;
 
-  // Makes the files of tensors. Removes what an interrupted save has left before. Refuses what none
-  // has left, a path where something else is than a checkpoint, and the folder that this process
-  // works in, which would be deleted under it. What it throws leaves nothing behind.
+  // Removes the remains of an interrupted save, then makes the files of tensors. Refuses other
+  // files in their place, a path at which something other than a checkpoint lies, and the working
+  // directory of this process, which would be deleted. On an error nothing is left behind.
   void begin(const SavingPlan& plan);
-  // Makes the folder the checkpoint.
+  // Writes texts and indexes, and makes the folder the checkpoint.
   void commit(const SavingPlan& plan);
   void abandon() const noexcept;
 
  private:
-  using Names = std::set<std::string>;  // files that are ours; empty: none are
+  using Names = std::set<std::string>;  // files of ours; empty: none
   std::optional<CheckpointIndex> index_at(const std::string& path) const;
   bool is_replaced(const CheckpointIndex& index) const;
   Names names_in(const std::string& folder) const;
@@ -83,7 +83,7 @@ class TRIREME_API CheckpointFolder {
   std::string replaced_;
   RankOf where_;
   bool can_exchange_;
-  std::map<std::string, std::string> indexes_ = {};  // texts by file name
+  std::map<std::string, std::string> indexes_ = {};  // texts of the indexes, by file name
 };
 
 }  // namespace trireme

@@ -13,7 +13,7 @@
 namespace trireme {
 namespace {
 
-// Says "'a' and 3 more": what a file holds.
+// Returns the tensors of a file, as in "'a' and 3 more".
 std::string held_by(const std::string& file, const CheckpointIndex& index) {
   std::string first;
   size_t more = 0;
@@ -28,8 +28,8 @@ std::string held_by(const std::string& file, const CheckpointIndex& index) {
   return "'" + first + "'" + (more > 0 ? " and " + std::to_string(more) + " more" : "");
 }
 
-// Returns the first of the names that all ranks say; empty if there is none. Ranks may have other
-// parts of a model under other names (experts).
+// Returns a name that is in the lists of all ranks; empty if there is none. Ranks may have
+// different parts of a model under different names (experts).
 std::string foreign_to_all(const std::vector<std::string>& own, const CheckpointRanks& ranks) {
   const std::string text = own.empty() ? "" : nlohmann::json(own).dump();
   const std::vector<std::string> said = gather_texts(text, ranks);
@@ -83,7 +83,7 @@ void CheckpointReader::open_all(const CheckpointPlace& place) {
     if (belongs(text)) texts_[text] = read_json_file(folder_ + "/" + text, ranks_.where());
 }
 
-// Makes the index of a single file, as other programs write it, without an index.
+// Makes an index for a single file that another program wrote without one.
 CheckpointIndex CheckpointReader::index_of_one(const std::string& file) const {
   CheckpointIndex index;
   const auto opened = SafetensorsFile::open(folder_ + "/" + file, ranks_.where());
@@ -91,7 +91,7 @@ CheckpointIndex CheckpointReader::index_of_one(const std::string& file) const {
   return index;
 }
 
-// Checks the files that are not opened here, or not yet.
+// Checks the lengths of the files other than the model's tensors.
 void CheckpointReader::check_others(const CheckpointIndex& model) const {
   for (const auto& [name, expected] : model.other_bytes) {
     const int64_t bytes = bytes_of(name, "', which '" + index_name(kModelTensors) + "' names");
@@ -152,7 +152,7 @@ void CheckpointReader::take_file(Kind& opened, const CheckpointIndex& index, Saf
   opened.files.push_back(std::move(file));
 }
 
-// Hosts may see different disks under one path.
+// Throws unless all ranks see the same save: hosts may see different disks under one path.
 void CheckpointReader::compare_saves() const {
   std::string own;
   for (const auto& [kind, opened] : kinds_) own += kind + " " + opened.save + " ";
@@ -190,7 +190,7 @@ void CheckpointReader::check_one(const Kind& opened, const CheckpointTensor& ten
 
 void CheckpointReader::check(const std::string& kind,
                              const std::vector<CheckpointTensor>& tensors) const {
-  std::vector<std::string> foreign;  // to this rank
+  std::vector<std::string> foreign;  // names that this rank does not have
   together(ranks_, [&] {
     const auto opened = kinds_.find(kind);
     if (opened == kinds_.end())

@@ -9,10 +9,10 @@
 
 namespace trireme {
 
-// Loads a checkpoint; see [Note: saving and loading without gathering] in checkpoint.h.
+// An open checkpoint; see [Note: saving and loading without gathering] in checkpoint.h.
 class TRIREME_API CheckpointReader {
  public:
-  // Collective. Throws ValueError for a checkpoint that is not whole, naming file and tensor.
+  // Collective. Throws ValueError for an incomplete checkpoint, naming file and tensor.
   CheckpointReader(const std::string& path, CheckpointRanks ranks);
 
   // Returns the tensors of a kind, without parts, by name; none if the checkpoint has none.
@@ -20,12 +20,12 @@ class TRIREME_API CheckpointReader {
   // Returns kOptimizerText or kExtraText, a JSON object as it was saved; empty if there is none.
   std::string text(const std::string& name) const;
 
-  // Checks that `tensors`, those of all ranks together, are those of the checkpoint, whatever their
-  // parts. Collective; throws ValueError naming the tensor that is missing, foreign to all ranks,
-  // or of another dtype or shape.
+  // Checks that the `tensors` of all ranks together are the checkpoint's tensors, whatever their
+  // parts. Collective; throws ValueError naming a tensor that is missing, that no rank has, or that
+  // has another dtype or shape.
   void check(const std::string& kind, const std::vector<CheckpointTensor>& tensors) const;
 
-  // Reads into the parts, in place. Collective; a failure leaves them half read.
+  // Reads into the parts, in place. Collective; after a failure some may have been read.
   void read(const std::string& kind, const std::vector<CheckpointTensor>& tensors) const;
 
  private:
@@ -35,7 +35,7 @@ class TRIREME_API CheckpointReader {
   };
   struct Kind {
     std::vector<SafetensorsFile> files;
-    std::map<std::string, Place> places;  // places of tensors, by name
+    std::map<std::string, Place> places;  // by name of the tensor
     std::map<std::string, CheckpointTensor> tensors;
     std::string save;
   };
@@ -53,7 +53,7 @@ class TRIREME_API CheckpointReader {
   std::string folder_;
   CheckpointRanks ranks_;
   std::map<std::string, Kind> kinds_;
-  std::map<std::string, std::string> texts_;  // texts by file name
+  std::map<std::string, std::string> texts_;  // by file name
 };
 
 }  // namespace trireme

@@ -7,7 +7,7 @@
 namespace trireme {
 namespace {
 
-// This rank writes the rows that torch.chunk's rule gives it of what all ranks have.
+// Returns, as this rank's part of a tensor that all ranks have, the rows that torch.chunk gives it.
 CheckpointTensor own_rows(const std::string& name, const at::Tensor& values, RankOf where) {
   CheckpointTensor made{name, values.scalar_type(), values.sizes().vec(), {}};
   if (values.dim() == 0) {
@@ -33,7 +33,7 @@ CheckpointTensor part_to_load(const std::string& name, at::ScalarType dtype,
                               const at::Tensor& values, const HeldPart* held) {
   if (held == nullptr) return {name, dtype, values.sizes().vec(), {values.detach()}};
   CheckpointTensor made{name, dtype, held->sizes, {}};
-  // What has no elements may also have other dimensions.
+  // An empty part may have other dimensions than the whole.
   if (values.numel() > 0) made.part = {values.detach(), held->first};
   return made;
 }

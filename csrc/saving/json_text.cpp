@@ -12,14 +12,14 @@ using OrderedJson = nlohmann::ordered_json;
 
 constexpr size_t kMaxShownKey = 60;       // bytes
 constexpr size_t kMostLongNumbers = 100;  // that no double holds
-constexpr int kNumberOverflow = 406;      // nlohmann's number for it
+constexpr int kNumberOverflow = 406;      // nlohmann's error number for such a number
 
 std::string shown(const std::string& key) {
   return OrderedJson(key.size() <= kMaxShownKey ? key : "...").dump(-1, ' ', true);
 }
 
-// Returns what nlohmann's parser says of an error, in ASCII: without the place in its code that
-// comes first and the last characters read.
+// Returns an error message of nlohmann's parser in ASCII, without its leading exception id and the
+// last characters read.
 std::string plain_words(const std::string& message) {
   const size_t begin = message.find("] ");
   std::string words = message.substr(begin == std::string::npos ? 0 : begin + 2);
@@ -29,7 +29,7 @@ std::string plain_words(const std::string& message) {
   return words;
 }
 
-// Sees what nlohmann's parser reads. In this form the parser takes no stack and makes no tree.
+// Receives the events of nlohmann's SAX parser, which neither recurses nor makes a tree.
 class JsonCheck final : public nlohmann::json_sax<OrderedJson> {
  public:
   bool null() override { return is_value(); }
@@ -61,7 +61,7 @@ class JsonCheck final : public nlohmann::json_sax<OrderedJson> {
 
   const std::string& problem() const { return problem_; }
   bool has_long_integer() const { return has_long_integer_; }
-  // Returns where a number that no double holds has ended the parser's work; 0: there was none.
+  // Returns the end of a number that no double holds, which has stopped the parser; 0: none.
   size_t long_number_ends() const { return long_number_ends_; }
   size_t long_number_bytes() const { return long_number_bytes_; }
 
@@ -82,14 +82,14 @@ class JsonCheck final : public nlohmann::json_sax<OrderedJson> {
     return false;
   }
 
-  std::vector<std::set<std::string>> keys_;  // keys of each container around
+  std::vector<std::set<std::string>> keys_;  // keys of each enclosing container
   std::string problem_;
   bool has_long_integer_ = false;
   size_t long_number_ends_ = 0;
   size_t long_number_bytes_ = 0;
 };
 
-// Returns whether the text has integers of more than 64 bits.
+// Checks a text, and returns whether it has integers of more than 64 bits.
 bool look_through(std::string_view given) {
   std::string text(given);
   bool has_long_integer = false;
@@ -97,7 +97,7 @@ bool look_through(std::string_view given) {
     JsonCheck check;
     if (OrderedJson::sax_parse(text, &check)) return has_long_integer || check.has_long_integer();
     if (check.long_number_ends() == 0) throw JsonTextError(check.problem());
-    // The parser makes doubles of long numbers, and ends where it cannot: look on behind this one.
+    // The parser makes doubles of long numbers, and stops if it cannot: go on with 0 instead.
     has_long_integer = true;
     text.replace(check.long_number_ends() - check.long_number_bytes(), check.long_number_bytes(),
                  "0");
@@ -106,7 +106,7 @@ bool look_through(std::string_view given) {
                       " numbers that no double holds");
 }
 
-// nlohmann's update() throws where one of two values is no object.
+// Merges objects. nlohmann's update() throws if one of two values is no object.
 void add_members(OrderedJson& merged, const OrderedJson& more) {
   for (const auto& [key, value] : more.items()) {
     const auto known = merged.find(key);

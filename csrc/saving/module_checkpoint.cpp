@@ -32,7 +32,7 @@ void find_holders(torch::nn::Module& module, std::vector<HoldsParts*>& found) {
   for (const auto& child : module.children()) find_holders(*child, found);
 }
 
-// Adds what ranks with other stages do not have.
+// Adds all parameters and buffers of this rank's stages, which other ranks may not have.
 void add_stages(const torch::nn::Module& module, HeldParts& parts) {
   for (const auto& items : {module.named_parameters(), module.named_buffers()}) {
     for (const auto& item : items) {
@@ -69,10 +69,10 @@ const HeldPart* part_of(const HeldParts& parts, const at::Tensor& tensor) {
   return found == parts.end() ? nullptr : &found->second;
 }
 
-// Returns what this rank writes of a module, or with `loads` what it reads.
+// Returns the tensors that this rank writes of a module, or reads if `loads`.
 std::vector<CheckpointTensor> tensors_of(const torch::nn::Module& module, const HeldParts& parts,
                                          RankOf where, bool loads) {
-  std::unordered_set<const at::TensorImpl*> seen;  // a shared tensor is there once
+  std::unordered_set<const at::TensorImpl*> seen;  // tied tensors are listed once
   std::vector<CheckpointTensor> tensors;
   for (const auto& item : module.named_parameters()) {
     const at::Tensor& tensor = item.value();
@@ -118,8 +118,8 @@ CheckpointRanks ranks_of(std::shared_ptr<Communicator> communicator,
   return {std::move(communicator), device};
 }
 
-// Says whether a rank was given an optimizer. Those of a pipeline ask each other. Throws ValueError
-// on all ranks where one with something to train has none, and another one has.
+// Returns whether a rank was given an optimizer; ranks of a pipeline ask each other. Throws
+// ValueError on all ranks if one has an optimizer and another one, with parameters to train, none.
 bool some_rank_has(const torch::optim::Optimizer* optimizer, const torch::nn::Module& module,
                    const CheckpointRanks& ranks) {
   if (dynamic_cast<const HoldsStages*>(&module) == nullptr) return optimizer != nullptr;
@@ -145,7 +145,7 @@ bool some_rank_has(const torch::optim::Optimizer* optimizer, const torch::nn::Mo
   return true;
 }
 
-// Makes `names` those of all ranks' parameters, by group. Collective.
+// Adds the names of all ranks' parameters to `names`, by group. Collective.
 void gather_names(std::vector<std::set<std::string>>& names, const CheckpointRanks& ranks) {
   for (const std::string& text : gather_texts(nlohmann::json(names).dump(), ranks)) {
     const auto theirs = nlohmann::json::parse(text).get<std::vector<std::set<std::string>>>();
@@ -155,7 +155,7 @@ void gather_names(std::vector<std::set<std::string>>& names, const CheckpointRan
   }
 }
 
-// Calls `write` where parts may be written.
+// Calls `write` in a phase in which parts may be written.
 template <typename Write>
 void write_parts(const std::vector<HoldsParts*>& holders, const Write& write) {
   for (HoldsParts* holder : holders) holder->begin_writing();
@@ -228,7 +228,7 @@ std::string load_checkpoint(const std::string& path, torch::nn::Module& module,
   find_holders(module, holders);
   if (auto* sharded = dynamic_cast<HoldsParts*>(options.optimizer)) holders.push_back(sharded);
   write_parts(holders, [&] {
-    // Reads parts only now: whoever may write has them where they belong.
+    // Looks up the parts again, since begin_writing() may have moved them.
     reader.read(kModelTensors, tensors_of(plain, parts, where, /*loads=*/true));
     if (has_optimizer)
       reader.read(kOptimizerTensors, loaded ? loaded->tensors() : std::vector<CheckpointTensor>());

@@ -13,41 +13,41 @@
 
 namespace trireme {
 
-// Is what an optimizer keeps of a parameter, in place, by the name that it has in Python.
+// One field of an optimizer's state of a parameter, in place, by its name in Python.
 struct StateField {
   const char* name;
-  // An undefined tensor stands for what Python leaves out; a count is there a tensor of one element
-  // in fp32.
+  // An undefined tensor stands for a field that Python leaves out; a count is in Python a tensor of
+  // one element in fp32.
   std::variant<at::Tensor*, int64_t*> value;
-  bool is_needed = true;  // a step reads it
+  bool is_needed = true;  // needed by step()
 };
 
-// Is a hyperparameter of a group, in place.
+// A hyperparameter of a group, in place.
 struct OptionField {
   const char* name;
   std::variant<double*, bool*, std::tuple<double, double>*> value;
 };
 
-// Describes a class of torch::optim, or one that is derived from it and keeps the same.
+// The options and states of a class of torch::optim, or of a derived one with the same states.
 class OptimizerFields {
  public:
   virtual ~OptimizerFields() = default;
 
   virtual std::vector<OptionField> options(torch::optim::OptimizerOptions& options) const = 0;
-  // Returns what is an option of Python's class and is always so in this one, with its value.
+  // Returns the options that only Python's class has, with the values that this class implies.
   virtual std::vector<std::pair<const char*, bool>> fixed_options() const = 0;
 
   virtual std::unique_ptr<torch::optim::OptimizerParamState> make_state() const = 0;
-  // Says whether the two functions around take it.
+  // Returns whether make_state() makes states of this class, which state() takes.
   virtual bool keeps(const torch::optim::OptimizerParamState& state) const = 0;
   virtual std::vector<StateField> state(torch::optim::OptimizerParamState& state,
                                         const torch::optim::OptimizerOptions& options) const = 0;
-  // Says whether step() wants a state for every parameter that it has not made itself.
+  // Returns whether step() needs a state of every parameter, and does not make it itself.
   virtual bool needs_states() const { return false; }
 };
 
-// Returns null for a class that is not known: LBFGS, whose state is that of all parameters
-// together, and those of users.
+// Returns null for unknown classes: LBFGS, whose state belongs to all parameters together, and
+// users' classes.
 const OptimizerFields* fields_of(const torch::optim::Optimizer& optimizer);
 
 }  // namespace trireme

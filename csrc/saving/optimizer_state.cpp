@@ -29,7 +29,7 @@ using torch::optim::OptimizerParamState;
 constexpr int64_t kMostInFp32 = int64_t{1} << 24;
 constexpr double kMostInFp64 = 9007199254740992.0;  // 2^53
 
-// Lists options of Python's classes that change no result, and what its schedulers keep in groups.
+// Options of Python's classes that change no result, and entries of its schedulers in groups.
 constexpr std::string_view kNoStepReads[] = {
     "params", "foreach", "fused",         "capturable",   "differentiable", "initial_lr",
     "max_lr", "min_lr",  "base_momentum", "max_momentum", "swa_lr"};
@@ -43,7 +43,7 @@ std::string class_name(const Optimizer& optimizer) {
   C10_THROW_ERROR(ValueError, error_text("saving", "got " + got, where, next_step));
 }
 
-// Returns what JSON says of a hyperparameter.
+// Returns a hyperparameter as JSON.
 StateJson json_of(const OptionField& field, RankOf where) {
   const auto number = [&](double value) -> StateJson {
     if (!std::isfinite(value))
@@ -58,7 +58,7 @@ StateJson json_of(const OptionField& field, RankOf where) {
   return StateJson::array({number(first), number(second)});
 }
 
-// Returns false where the value says something else than the field.
+// Sets a field from JSON; returns false for a value of another type.
 bool take_json(const OptionField& field, const StateJson& value) {
   if (const auto* flag = std::get_if<bool*>(&field.value)) {
     if (value.is_boolean()) **flag = value.get<bool>();
@@ -93,7 +93,7 @@ StateJson group_to_save(const NamedOptimizer& optimizer, size_t number) {
   return group;
 }
 
-// Returns what the text says of it; null for a parameter that has no state.
+// Returns a parameter's entry in the text, null without a state; adds its tensors to `tensors`.
 StateJson state_to_save(const NamedOptimizer& optimizer, const SteppedParam& stepped,
                         const OptimizerOptions& options, std::vector<CheckpointTensor>& tensors) {
   OptimizerParamState* state = state_of(*optimizer.stepping, stepped.target);
@@ -188,7 +188,7 @@ OptimizerToSave optimizer_to_save(const NamedOptimizer& optimizer) {
   return saved;
 }
 
-// Reads optimizer.json, in its form.
+// The parsed optimizer.json.
 class OptimizerToLoad::Text {
  public:
   struct Group {
@@ -223,7 +223,7 @@ class OptimizerToLoad::Text {
 
 namespace {
 
-// Makes `options` those of a saved group, or throws ValueError.
+// Sets `options` to those of a saved group, or throws ValueError.
 void take_options(const NamedOptimizer& optimizer, const StateJson& saved,
                   OptimizerOptions& options) {
   const std::string name = class_name(*optimizer.stepping);
@@ -293,7 +293,7 @@ void OptimizerToLoad::check_groups(const Text& text) const {
            next_step);
 }
 
-// Plans what one parameter will have, with places that are read into later; null: nothing.
+// Makes the state that a parameter will have, with memory that is read into later; null: no state.
 OptimizerToLoad::State OptimizerToLoad::plan(const SteppedParam& stepped,
                                              const OptimizerOptions& options, const Text& text,
                                              const CheckpointReader& reader) {
@@ -320,7 +320,7 @@ OptimizerToLoad::State OptimizerToLoad::plan(const SteppedParam& stepped,
     return field;
   };
   for (const auto& [key, value] : entry->second.values) {
-    if (value.is_null()) continue;  // Python's way to have none
+    if (value.is_null()) continue;  // Python has no such field
     const StateField field = take_field(key);
     auto* const* count = std::get_if<int64_t*>(&field.value);
     if (count == nullptr || !value.is_number() || value.get<double>() < 0 ||
@@ -365,8 +365,8 @@ void OptimizerToLoad::plan_tensor(const SteppedParam& stepped, const StateField&
   tensors_.push_back(part_to_load(saved.name, saved.dtype, value, stepped.held));
 }
 
-// Returns what the optimizer has there, if it can be read into, as in Python: of the dtype that its
-// class makes.
+// Returns the memory of a field, in the dtype that the optimizer's class uses: as in Python, the
+// optimizer's own if it fits, else new memory.
 at::Tensor OptimizerToLoad::memory_for(const SteppedParam& stepped, const StateField& field,
                                        at::ScalarType saved) const {
   const at::Tensor target = stepped.target.detach();

@@ -20,7 +20,7 @@ namespace trireme {
 
 // [Note: the state of an optimizer in a checkpoint]
 //
-// Python's save_checkpoint and this write the same (python/trireme/_saving/optimizer.py):
+// Python's save_checkpoint writes the same (python/trireme/_saving/optimizer.py):
 //
 //   tensors of kind "optimizer"   "<parameter>.<key>": "head.weight.exp_avg", "head.weight.step"
 //   optimizer.json                {"param_groups": [{"params": ["head.weight", ...],
@@ -28,32 +28,32 @@ namespace trireme {
 //                                  "state": {"head.weight": {"tensors": ["step", "exp_avg", ...],
 //                                                            "values": {}}}}
 //
-// Keys, options and names of parameters are Python's. A rank says what it knows of; `values` are
-// states that are no tensors. What counts steps is a tensor of one element in fp32, as in Python,
-// or, where fp32 cannot say the number, a value.
+// Keys, options and names of parameters are Python's. A rank's text has the parameters that it
+// knows; `values` are states that are no tensors. A count of steps is a tensor of one element in
+// fp32, as in Python, or a value if it is too large for fp32.
 
-// Is a parameter of an optimizer.
+// A parameter of an optimizer.
 struct SteppedParam {
   std::string name;            // in the plain model
-  at::Tensor target;           // what this rank steps of it; undefined: nothing
+  at::Tensor target;           // this rank's part, which it steps; undefined: none
   std::vector<int64_t> sizes;  // sizes of the whole
-  const HeldPart* held;        // null: all ranks have all of it
+  const HeldPart* held;        // null: all ranks have it in full
 };
 
-// Is an optimizer whose parameters have names.
+// An optimizer whose parameters have names.
 struct NamedOptimizer {
-  torch::optim::Optimizer* shown;     // has the groups that the user sees
-  torch::optim::Optimizer* stepping;  // has the states; `shown`, or what that holds
+  torch::optim::Optimizer* shown;     // its groups are the user's
+  torch::optim::Optimizer* stepping;  // has the states; `shown` or its inner optimizer
   const OptimizerFields* fields;      // fields of `stepping`
   std::vector<std::vector<SteppedParam>> groups;
   RankOf where;
-  // Lists the parameters that optimizers of all ranks have in each group, this one's at first.
+  // The parameters in each group of all ranks' optimizers; at first only this rank's.
   std::vector<std::set<std::string>> names = {};
 };
 
-// `names` are of parameters in the plain model, `parts` of what ranks share out, which must live as
-// long as the result. Throws ValueError for an optimizer of other parameters and of a class that is
-// not known.
+// Names an optimizer's parameters by `names`, those of the plain model. `parts` are those of
+// sharded parameters and must outlive the result. Throws ValueError for an optimizer of other
+// parameters or of an unknown class.
 NamedOptimizer name_optimizer(torch::optim::Optimizer& optimizer,
                               const std::unordered_map<const at::TensorImpl*, std::string>& names,
                               const HeldParts& parts, RankOf where);
@@ -62,10 +62,10 @@ struct OptimizerToSave {
   std::vector<CheckpointTensor> tensors;
   std::string text;  // optimizer.json
 };
-// Returns this rank's part. Throws ValueError for what Python could not read.
+// Returns this rank's part of a state. Throws ValueError for a state that Python cannot read.
 OptimizerToSave optimizer_to_save(const NamedOptimizer& optimizer);
 
-// Is a state on its way from files into an optimizer:
+// An optimizer's state while it is loaded from files:
 //
 //   OptimizerToLoad loaded(optimizer, reader);    // checks all that the text says
 //   reader.read(kOptimizerTensors, loaded.counts());
@@ -73,18 +73,18 @@ OptimizerToSave optimizer_to_save(const NamedOptimizer& optimizer);
 //   reader.read(kOptimizerTensors, loaded.tensors());
 //   loaded.put();
 //
-// Memory that the optimizer has already is read into in place; until then nothing is changed.
+// Reads in place into memory that the optimizer has already; before that nothing is changed.
 class OptimizerToLoad {
  public:
-  // Throws ValueError for the state of other parameters, groups or of another class, naming them.
-  // `optimizer` must live as long as this.
+  // Throws ValueError for the state of other parameters or groups, or of another class, naming
+  // them. `optimizer` must outlive this.
   OptimizerToLoad(const NamedOptimizer& optimizer, const CheckpointReader& reader);
 
   const std::vector<CheckpointTensor>& counts() const { return counts_; }
   const std::vector<CheckpointTensor>& tensors() const { return tensors_; }
-  // Throws ValueError for what is no count.
+  // Stores the counts that were read. Throws ValueError for a value that is no count.
   void take_counts();
-  // Puts states and hyperparameters there; what has no state in the checkpoint has none afterwards.
+  // Puts states and hyperparameters into the optimizer. States that were not saved are removed.
   void put();
 
  private:
@@ -101,7 +101,7 @@ class OptimizerToLoad {
 
   const NamedOptimizer& optimizer_;
   std::shared_ptr<const Text> text_;
-  std::vector<std::pair<at::Tensor, State>> states_;  // null: none
+  std::vector<std::pair<at::Tensor, State>> states_;  // null: no state
   std::vector<CheckpointTensor> counts_;
   std::vector<int64_t*> count_places_;  // in `states_`
   std::vector<CheckpointTensor> tensors_;

@@ -12,7 +12,7 @@ namespace {
 
 using TextJson = nlohmann::ordered_json;
 
-// Returns the groups of a text; null where it has none in our form.
+// Returns the groups of a text; null if it has none in our form.
 TextJson groups_of(const std::string& text) {
   const TextJson parsed = TextJson::parse(text);
   const auto found = parsed.find("param_groups");

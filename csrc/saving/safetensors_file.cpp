@@ -27,8 +27,8 @@ static_assert(std::endian::native == std::endian::little);
 constexpr int64_t kLengthBytes = 8;
 constexpr int64_t kMaxHeaderBytes = 100'000'000;  // the reference implementation's limit
 constexpr std::string_view kMetadata = "__metadata__";
-constexpr size_t kMaxShown = 200;                      // bytes of what an entry says
-constexpr int64_t kBytesPerThread = int64_t{4} << 20;  // less is not worth waking one
+constexpr size_t kMaxShown = 200;                      // bytes of an entry in a message
+constexpr int64_t kBytesPerThread = int64_t{4} << 20;  // for less a thread is not worth waking
 
 struct DtypeName {
   at::ScalarType dtype;
@@ -50,7 +50,7 @@ constexpr std::array<DtypeName, 15> kDtypes = {{{at::kBool, "BOOL"},
                                                 {at::kUInt16, "U16"},
                                                 {at::kUInt32, "U32"}}};
 
-// Says whether it is "__metadata__" after any number of dots.
+// Returns whether a name is "__metadata__" after any number of dots.
 bool is_like_metadata(const std::string& name) {
   return name.ends_with(kMetadata) && name.find_first_not_of('.') == name.size() - kMetadata.size();
 }
@@ -71,8 +71,8 @@ std::string text_of(const SafetensorsHeader& header) {
   return text;
 }
 
-// Returns what one entry of the text says; its end goes to `end`. Throws Json::exception for what
-// is of another form.
+// Returns one entry of the JSON text, and sets `end` to its end. Throws Json::exception for other
+// JSON.
 SafetensorsEntry entry_of(const std::string& name, const Json& text, int64_t& end) {
   SafetensorsEntry entry;
   entry.name = name;
@@ -87,7 +87,7 @@ SafetensorsEntry entry_of(const std::string& name, const Json& text, int64_t& en
   return entry;
 }
 
-// Says whether [begin, end) is what dtype and sizes need.
+// Returns whether [begin, end) has the bytes that dtype and sizes need.
 bool fits(const SafetensorsEntry& entry, int64_t end) {
   if (entry.dtype == at::ScalarType::Undefined) return false;
   auto bytes = static_cast<int64_t>(c10::elementSize(entry.dtype));
@@ -162,7 +162,7 @@ SafetensorsFile SafetensorsFile::create(std::string path, SafetensorsHeader head
   const int descriptor = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   SafetensorsFile file(std::move(path), descriptor, where);
   file.header_ = std::move(header);
-  // Room is taken now, where the file system can: a full disk is then noticed before any work.
+  // Allocates all space now if the file system can, so that a full disk is noticed before any work.
   int result = ::fallocate(descriptor, 0, 0, file.header_.file_bytes);
   if (result != 0 && (errno == EOPNOTSUPP || errno == ENOSYS))
     result = ::ftruncate(descriptor, file.header_.file_bytes);
@@ -221,7 +221,7 @@ void SafetensorsFile::read_header() {
   } catch (const Json::exception& error) {
     refuse(std::string("a header that cannot be read (") + error.what() + ")");
   }
-  // What has no bytes lies before what begins there.
+  // Puts empty tensors before the tensor that begins at the same byte.
   std::stable_sort(
       header_.entries.begin(), header_.entries.end(), [](const auto& one, const auto& other) {
         return std::pair(one.begin, one.bytes()) < std::pair(other.begin, other.bytes());
@@ -324,8 +324,8 @@ void SafetensorsFile::read_bytes(char* data, int64_t bytes, int64_t offset) cons
   }
 }
 
-// Each thread takes as many bytes. One core alone is the limit of a copy out of the page cache, and
-// all the more of one into memory that is new to the process.
+// Each thread reads an equal share of the bytes: one core alone limits a copy out of the page
+// cache, even more so into memory that is new to the process.
 void SafetensorsFile::read_runs(char* part, const Runs& runs) const {
   if (runs.numel == 0) return;
   const auto read_some = [&](int64_t begin, int64_t end) {

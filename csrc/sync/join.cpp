@@ -16,7 +16,7 @@
 namespace trireme {
 namespace {
 
-// What a rank says: the call, its joinable, flags, numbers; zeros if it has run out.
+// The columns of a rank's row: the call, its joinable, flags, numbers; zeros if it has run out.
 enum Column : int64_t { kWhat, kJoinable, kFlags, kNumbers };
 constexpr int64_t kColumns =
     kNumbers + static_cast<int64_t>(std::tuple_size_v<decltype(JoinCall::numbers)>);

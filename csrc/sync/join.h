@@ -18,30 +18,30 @@ namespace trireme {
 
 // [Note: ranks with different numbers of inputs]
 //
-// A rank that has run out of inputs takes part in what the others do, until all have run out. What
-// that is they say: before each forward, backward, clipping and step all ranks meet in one small
-// all-reduce, in which those with inputs name the call. So steps of several backwards, backwards
-// that do not synchronize, and several models and optimizers in any order are followed as they
-// come. All ranks with inputs must make the same calls.
+// A rank that has run out of inputs takes part in the calls of the others, until all have run out:
+// before each forward, backward, clipping and step all ranks meet in one small all-reduce, in which
+// the ranks with inputs name the call. So steps of several backwards, backwards that do not
+// synchronize, and several models and optimizers in any order are followed as they come. All ranks
+// with inputs must make the same calls.
 //
-// Such a rank is told in each step what it cannot know: the options of the optimizer, which a
+// In each step such a rank is told the data that it lacks: the options of the optimizer, which a
 // learning-rate schedule changes, and under ZeRO stage 1 the gradients.
 //
 // torch.distributed.algorithms.Join for C++, whose options these are.
 
 struct JoinOptions {
-  bool enable = true;  // false: the loop runs as if there was no join
-  // Raise on every rank as soon as one has run out, instead of going on without it.
+  bool enable = true;  // false: the loop runs without a join
+  // Whether every rank raises as soon as one has run out, instead of going on without it.
   bool throw_on_early_termination = false;
-  // What sums are divided by once some ranks have run out of inputs: all ranks, as if the others
-  // had gradients of zero, or (false) only the ranks that still train.
+  // The divisor of sums once some ranks have run out of inputs: all ranks, as if the others had
+  // gradients of zero, or (false) only the ranks that still train.
   bool divide_by_initial_world_size = true;
   // The optimizers of fully sharded models, which a rank that has run out steps.
   std::vector<torch::optim::Optimizer*> optimizers = {};
 };
 
-// Says what a rank with inputs is about to do together with the others. All of them say the same
-// but for `flags`, of which everybody hears those of all.
+// A call that a rank with inputs is about to make together with the others. It is the same on all
+// of them but for `flags`, which are combined for all.
 struct JoinCall {
   int64_t what = 1;  // a number of the joinable's own
   int64_t flags = 0;
@@ -50,20 +50,20 @@ struct JoinCall {
 
 class Join;
 
-// Is what a strategy offers to a join: it tells what it does, and can follow others in it.
+// A strategy as a join sees it: it tells its calls, and can follow those of other ranks.
 class TRIREME_API Joinable {
  public:
   virtual ~Joinable() = default;
   virtual std::shared_ptr<Communicator> join_communicator() const = 0;
   virtual std::string describe(const JoinCall& call) const = 0;
-  // From now on every call is told to `join`; to nobody if it is null. Throws ValueError for what
-  // cannot join.
+  // Makes every further call go to `join` first; to none if it is null. Throws ValueError for a
+  // strategy that cannot join.
   virtual void enter_join(Join* join, const JoinOptions& options) = 0;
   virtual void set_join_divisor(double divisor) = 0;
   // Called on a rank that has run out: once, then for each call of the others.
   virtual void run_out() {}
   virtual void follow(const JoinCall& call) = 0;
-  // All ranks have run out; `root` was among the last.
+  // Called when all ranks have run out; `root` was among the last.
   virtual void end_join(int64_t /*root*/) {}
 };
 
@@ -79,7 +79,7 @@ class TRIREME_API Join {
   void run(const std::function<void()>& train);
 
   // Meets the other ranks, on one with inputs; does nothing on one that has run out. Returns the
-  // call with everybody's flags.
+  // call with the flags of all.
   JoinCall tell(const Joinable& who, JoinCall call);
   // Gives the options of `root` to the ranks that have run out. Every rank calls it.
   void share_options(const std::vector<torch::optim::Optimizer*>& optimizers);
@@ -104,7 +104,7 @@ class TRIREME_API Join {
   bool all_raise_ = false;
 };
 
-// Names a joinable, or what holds one: a model or optimizer of any strategy.
+// A joinable, or an object that holds one: a model or optimizer of any strategy.
 class JoinMember {
  public:
   template <typename One>
@@ -124,8 +124,8 @@ class JoinMember {
   Joinable* joinable_;
 };
 
-// Throws ValueError for a module in which a layer meets other ranks (SyncBatchNorm): those without
-// inputs would not come to it. Nobody goes on without them under throw_on_early_termination.
+// Throws ValueError for a module in which a layer meets other ranks (SyncBatchNorm), as ranks
+// without inputs would not come to it; not under throw_on_early_termination, which ends the loop.
 TRIREME_API void refuse_meetings(const torch::nn::Module& module, const JoinOptions& options,
                                  const char* area, RankOf where);
 
@@ -137,8 +137,8 @@ TRIREME_API void refuse_meetings(const torch::nn::Module& module, const JoinOpti
 // Every model and optimizer whose calls are collective is listed; all have one communicator. Costs
 // a small all-reduce for each of their calls, and two gathers in a step once a rank has run out.
 // Inside, forward, backward, clip_grad_norm_() and step() are followed by ranks that have run out;
-// other collective calls (save_checkpoint, all_mean) belong behind it. What `train` throws is
-// thrown on, and ends the group.
+// other collective calls (save_checkpoint, all_mean) belong behind it. Exceptions of `train` are
+// rethrown, and end the group.
 TRIREME_API void join(const std::vector<JoinMember>& members, const std::function<void()>& train,
                       const JoinOptions& options = {});
 
