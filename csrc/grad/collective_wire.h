@@ -18,13 +18,14 @@ class TRIREME_API CollectiveWire final : public Wire {
   explicit CollectiveWire(const std::shared_ptr<Communicator>& ranks,
                           std::shared_ptr<Communicator> sharers = nullptr,
                           std::unique_ptr<Across> across = nullptr)
-      : Wire(ranks), sharers_(sharers ? std::move(sharers) : ranks), across_(std::move(across)) {}
+      : Wire(ranks, {.may_become_stream = across == nullptr}),
+        sharers_(sharers ? std::move(sharers) : ranks),
+        across_(std::move(across)) {}
 
   void begin(const WireStep& step) override;
   void accumulated(size_t bucket, size_t slot) override;
   Pending launch(const WireBucket& request) override;
   Pending across(std::vector<at::Tensor> sums, const std::string& label) override;
-  bool may_become_stream() const override { return across_ == nullptr; }
   bool launch_waits() const override { return sharers_->scatter_waits(); }
   void announce_failure(const std::string& text) noexcept override;
 

@@ -32,7 +32,7 @@ GradReducer::GradReducer(const NamedParameters& parameters, GradReducerParts par
       wires_(parts.wire ? std::move(parts.wire) : std::make_unique<CollectiveWire>(communicator_)),
       checks_(options.area, communicator_->rank_of()),
       layout_({options.caps, options.reduce_dtype, options.reduce_dtypes, options.bucket_prefix,
-               landing_->own_shards()},
+               landing_->traits().own_shards},
               parameters),
       changes_({.layout = layout_,
                 .communicator = *communicator_,
@@ -55,8 +55,9 @@ void GradReducer::begin_with(const NamedParameters& parameters) {
 }
 
 void GradReducer::build_layout() {
-  layout_.build({.has_stream = wires_.has_stream(),
-                 .carries_tail = wires_.own().carries_tail() && !landing_->may_defer_sums()});
+  layout_.build(
+      {.has_stream = wires_.has_stream(),
+       .carries_tail = wires_.own().traits().carries_map && !landing_->traits().may_defer_sums});
 }
 
 // Checks for changes since the last step: of the group, of the user's parameters.
@@ -93,7 +94,7 @@ void GradReducer::begin_backward(Part part) {
                  "Call finalize_backward() once per synchronized backward.");
   if (map_is_unread_) settle_map(/*late=*/true);
   if (auto order = layout_.arrivals().receive(*communicator_)) layout_.set_order(std::move(*order));
-  if (wires_.own().divides() && !layout_.arrivals().is_observing()) keep_buckets();
+  if (wires_.own().traits().keeps_buckets && !layout_.arrivals().is_observing()) keep_buckets();
   part_ = part;
   makes_graph_ = at::GradMode::is_enabled();
   changes_.look_again(is_shadow());
@@ -102,7 +103,7 @@ void GradReducer::begin_backward(Part part) {
   checks_.begin_step();
   layout_.arrivals().begin_step();
   begin_step();
-  clock_.backward_begins(step_, wires_.chosen().streams());
+  clock_.backward_begins(step_, wires_.chosen().traits().streams);
 }
 
 // Begins with the buckets of the step.
@@ -170,7 +171,7 @@ void GradReducer::slot_ready(size_t parameter, BucketPlace place, bool is_last) 
   queue_.stop_waiting_for_one(bucket);
   if (layout_.arrivals().is_observing()) return;
   Wire& wire = wires_.chosen();
-  const bool streams = wire.streams();
+  const bool streams = wire.traits().streams;
   if (streams) {
     wire.ready(bucket, static_cast<size_t>(place.slot));
     if (wire.is_behind() && arming_->leads_siblings()) catch_up();
@@ -201,7 +202,7 @@ void GradReducer::settle_buckets() {
 void GradReducer::launch_rest() {
   if (settles_buckets()) settle_buckets();
   queue_.launch_rest();
-  if (!layout_.carries_tail() && !wires_.chosen().divides()) send_map();
+  if (!layout_.carries_tail() && !wires_.chosen().traits().map_goes_last) send_map();
 }
 
 void GradReducer::finish_backward() {
@@ -217,7 +218,7 @@ void GradReducer::collect(bool may_learn) {
   const at::NoGradGuard no_grad;
   arming_->end();  // also if a wait throws
   queue_.deliver_rest();
-  if (wires_.chosen().divides()) send_map();  // not before: hooks may have issued collectives
+  if (wires_.chosen().traits().map_goes_last) send_map();
   const auto begin = Clock::now();
   map_pending_.wait();
   map_pending_ = {};
@@ -278,8 +279,8 @@ void GradReducer::settle_changes(bool late) {
 
 // Sends rank 0's order to everybody at the end of the first synchronized backward.
 void GradReducer::learn_order() {
-  StreamWire::Options options{.sharded = static_cast<bool>(landing_->own_shards())};
-  if (landing_->may_defer_sums())
+  StreamWire::Options options{.sharded = static_cast<bool>(landing_->traits().own_shards)};
+  if (landing_->traits().may_defer_sums)
     options.bytes = std::max(options.bytes, StreamWire::bytes_for(layout_.infos()));
   wires_.ask_for_stream(communicator_, layout_, options);
   layout_.arrivals().send(*communicator_, layout_.order(), layout_.device());
@@ -338,7 +339,7 @@ void GradReducer::set_manual_finalization(bool manual) {
 
 void GradReducer::set_comm_hook(std::shared_ptr<CommHook> hook) {
   const auto lock = arming_->lock();
-  checks_.expect(arming_->is_idle() && !wires_.own().divides(),
+  checks_.expect(arming_->is_idle() && !wires_.own().traits().keeps_buckets,
                  "got a second communication hook, expected one per module",
                  "Combine the two in one hook (e.g. fp16_compress_wrapper).");
   wires_.replace(std::make_unique<HookWire>(communicator_, std::move(hook), layout_.parameters()));

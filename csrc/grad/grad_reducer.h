@@ -159,7 +159,7 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
               const GradReducerOptions& options);
   void begin_with(const NamedParameters& parameters);
   void build_layout();
-  double scale() const { return wires_.own().divides() ? 1.0 : 1.0 / divisor_; }
+  double scale() const { return wires_.own().traits().divides ? 1.0 : 1.0 / divisor_; }
   bool is_shadow() const { return part_ != Part::kGradients; }
   bool is_expected(size_t index) const { return unused_.empty() || !unused_[index]; }
 
@@ -179,7 +179,7 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
 
   void check(const at::Tensor& parameter, const std::string& name) {
     checks_.check(parameter, name);
-    if (makes_graph_) checks_.check_graph(parameter, landing_->keeps_graphs());
+    if (makes_graph_) checks_.check_graph(parameter, landing_->traits().keeps_graphs);
   }
   void newcomer_ready(size_t newcomer, bool has_gradient);
   void slot_ready(size_t parameter, BucketPlace place, bool is_last);
@@ -187,7 +187,7 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
   void begin_wire();
   void catch_up();
   // Returns whether this backward will find the buckets that a communication hook keeps seeing.
-  bool settles_buckets() const { return wires_.own().divides() && !keeps_buckets_; }
+  bool settles_buckets() const { return wires_.own().traits().keeps_buckets && !keeps_buckets_; }
   void keep_buckets() {
     keeps_buckets_ = true;
     layout_.keep_buckets();

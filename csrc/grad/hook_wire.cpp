@@ -9,7 +9,10 @@ namespace trireme {
 
 HookWire::HookWire(std::shared_ptr<Communicator> ranks, std::shared_ptr<CommHook> hook,
                    const std::vector<at::Tensor>& parameters)
-    : Wire(std::move(ranks)), hook_(std::move(hook)), parameters_(parameters) {}
+    : Wire(std::move(ranks),
+           {.divides = true, .keeps_buckets = true, .carries_map = false, .map_goes_last = true}),
+      hook_(std::move(hook)),
+      parameters_(parameters) {}
 
 void HookWire::accumulated(size_t bucket, size_t slot) {
   (*buckets_)[bucket]->gradient_arrived(slot, /*scale=*/1);

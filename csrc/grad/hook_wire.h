@@ -20,7 +20,6 @@ class TRIREME_API HookWire final : public Wire {
   void begin(const WireStep& step) override { buckets_ = &step.buckets; }
   void accumulated(size_t bucket, size_t slot) override;
   Pending launch(const WireBucket& request) override;
-  bool divides() const override { return true; }
 
  private:
   std::shared_ptr<CommHook> hook_;

@@ -10,9 +10,18 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace trireme {
+
+// What a landing does, always.
+struct LandingTraits {
+  OwnShards own_shards = {};    // the part of each gradient that this rank keeps
+  bool may_defer_sums = false;  // some steps leave their sums to the wire's hand_out()
+  bool may_replan = true;       // the reducer may begin anew with other parameters
+  bool keeps_graphs = false;    // the average has a graph if this rank's gradient had one
+};
 
 // Where gradients end: what becomes of a sum once it is there, and of the old .grad. Each strategy
 // has its own, and asks it about its gradients.
@@ -21,14 +30,12 @@ namespace trireme {
 // backward or the training thread.
 class TRIREME_API Landing {
  public:
+  explicit Landing(LandingTraits traits = {}) : traits_(std::move(traits)) {}
   virtual ~Landing() = default;
+  Landing(const Landing&) = delete;
+  Landing& operator=(const Landing&) = delete;
 
-  // Returns the part of each gradient that this rank keeps; always the same one.
-  virtual OwnShards own_shards() const { return {}; }
-  // Returns whether some steps leave their sums to the wire's hand_out(); always the same.
-  virtual bool may_defer_sums() const { return false; }
-  // Returns whether the reducer may begin anew with other parameters.
-  virtual bool may_replan() const { return true; }
+  const LandingTraits& traits() const { return traits_; }
 
   // Begins with the parameters of a layout, which lives as long as this is used.
   virtual void begin(BucketLayout& layout) { layout_ = &layout; }
@@ -52,8 +59,6 @@ class TRIREME_API Landing {
   };
   virtual void begin_step(const Step& /*step*/) {}
 
-  // Returns whether the average has a graph if this rank's gradient had one.
-  virtual bool keeps_graphs() const { return false; }
   // Called when a gradient of the step is in .grad, perhaps not for the first time, before it goes
   // to the wire. Takes its graph off it; see [Note: gradients with a graph].
   virtual void came(size_t index) { drop_graph(parameter(index).grad()); }
@@ -87,6 +92,9 @@ class TRIREME_API Landing {
 
   BucketLayout* layout_ = nullptr;
   double divisor_ = 1;
+
+ private:
+  const LandingTraits traits_;
 };
 
 }  // namespace trireme

@@ -83,7 +83,7 @@ void LaunchQueue::settle(size_t index) {
   clock_.bucket_done(index, flight.pending.finished_at());
   Bucket& bucket = bucket_at(index);
   take_result(bucket, flight.pending);
-  if (!step_.wire->streams()) bucket.keep_own();
+  if (!step_.wire->traits().streams) bucket.keep_own();
   flight.across = step_.wire->across(landing_.take_sums(bucket), layout_.labels()[index]);
   ++next_settle_;
 }

@@ -46,7 +46,7 @@ bool ParameterChanges::is_cast(size_t index) const {
 
 // Returns false if nothing can be planned anew: gradients are brought into the planned order then.
 bool ParameterChanges::is_rearranged(size_t index) const {
-  return context_.landing.may_replan() &&
+  return context_.landing.traits().may_replan &&
          !lies_as_described(parameter(index), context_.layout.infos()[index]);
 }
 
@@ -288,7 +288,7 @@ void ParameterChanges::check_replannable(const ParameterChange& change) const {
   const auto refuse = [&](bool is_fine, const std::string& got, const char* next_step) {
     TORCH_CHECK_VALUE(is_fine, error_text(context_.area, got, where(), next_step));
   };
-  refuse(context_.landing.may_replan(),
+  refuse(context_.landing.traits().may_replan,
          "got parameters that changed since they were sharded: " + describe_change(change),
          "Make the optimizer anew.");
   refuse(!change.present.empty(), "got a module that has lost its last parameter",

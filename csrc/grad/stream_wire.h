@@ -39,7 +39,9 @@ class TRIREME_API StreamWire final : public Wire {
 
   StreamWire(std::shared_ptr<Communicator> ranks, std::unique_ptr<DepositStream> stream,
              int64_t ring_bytes)
-      : Wire(std::move(ranks)), stream_(std::move(stream)), ring_bytes_(ring_bytes) {}
+      : Wire(std::move(ranks), {.streams = true}),
+        stream_(std::move(stream)),
+        ring_bytes_(ring_bytes) {}
 
   // Returns whether these buckets can go this way: dense, on CPU.
   static bool takes(const BucketPlan& plan);
@@ -57,7 +59,6 @@ class TRIREME_API StreamWire final : public Wire {
   // defers.
   Pending launch(const WireBucket& request) override;
   void close() override;
-  bool streams() const override { return true; }
 
   bool defers_sums() const override { return defers_; }
   // Visits in the order of the stream, once a step that defers is deposited.

@@ -49,6 +49,23 @@ struct SumPiece {
 };
 using SumVisitor = std::function<void(const SumPiece&)>;
 
+// What a wire does, always. The reducer reads it, and asks nothing of this in a step.
+struct WireTraits {
+  // Results are averages already; else the reducer divides, by WireStep::scale.
+  bool divides = false;
+  // Each bucket goes on under one index, so that a plan keeps its buckets once it has learned them.
+  bool keeps_buckets = false;
+  // The used-map may ride behind the last bucket's gradients.
+  bool carries_map = true;
+  // A used-map that goes alone goes when all buckets are back: the wire may issue collectives of
+  // its own until then.
+  bool map_goes_last = false;
+  // Gradients go one by one, not bucket by bucket.
+  bool streams = false;
+  // A stream may take its place where ranks share memory.
+  bool may_become_stream = false;
+};
+
 // How gradients leave this rank, and come back as sums over the ranks. A gradient that is not
 // summed yet leaves in no other way, but for the copies of a pipeline, which sum whole gradients by
 // the second stage alone (across.h). A wire for the buckets of each step is called in this order:
@@ -59,11 +76,14 @@ using SumVisitor = std::function<void(const SumPiece&)>;
 // Not thread-safe; its reducer serialises access.
 class TRIREME_API Wire {
  public:
-  // `ranks` are all ranks that take part in the step.
-  explicit Wire(std::shared_ptr<Communicator> ranks) : ranks_(std::move(ranks)) {}
+  // `ranks` are all that take part in the step.
+  explicit Wire(std::shared_ptr<Communicator> ranks, const WireTraits& traits = {})
+      : ranks_(std::move(ranks)), traits_(traits) {}
   virtual ~Wire() = default;
   Wire(const Wire&) = delete;
   Wire& operator=(const Wire&) = delete;
+
+  const WireTraits& traits() const { return traits_; }
 
   virtual void begin(const WireStep& step) = 0;
   // Called when a gradient of a slot is in .grad; the wire may move it out. May repeat in a step.
@@ -90,14 +110,6 @@ class TRIREME_API Wire {
     return ranks_->all_reduce({counts}, ReduceOp::kSum, "used-map");
   }
 
-  // Returns whether results are averages already; else the reducer divides, by WireStep::scale.
-  virtual bool divides() const { return false; }
-  // Returns whether the used-map may ride behind the last bucket's gradients.
-  virtual bool carries_tail() const { return !divides(); }
-  // Returns whether gradients go one by one, not bucket by bucket.
-  virtual bool streams() const { return false; }
-  // Returns whether a stream may take its place if ranks share memory.
-  virtual bool may_become_stream() const { return false; }
   // Returns whether a launch may wait for other ranks, and so must wait for the end of backward.
   virtual bool launch_waits() const { return false; }
 
@@ -117,6 +129,9 @@ class TRIREME_API Wire {
   }
 
   std::shared_ptr<Communicator> ranks_;
+
+ private:
+  const WireTraits traits_;
 };
 
 }  // namespace trireme

@@ -28,7 +28,7 @@ void WireSwitch::replace(std::unique_ptr<Wire> wire) {
 
 void WireSwitch::ask_for_stream(const std::shared_ptr<Communicator>& ranks,
                                 const BucketLayout& layout, const StreamWire::Options& options) {
-  if (!own_->may_become_stream() || !StreamWire::takes(layout.plan())) return;
+  if (!own_->traits().may_become_stream || !StreamWire::takes(layout.plan())) return;
   if (std::exchange(has_asked_, true)) return;
   stream_ = StreamWire::make(ranks, options);
   if (stream_) keep_heap_warm(kGradientsInFlight * largest_gradient_bytes(layout.infos()));

@@ -14,7 +14,9 @@ class TRIREME_API WholeLanding final : public Landing {
  public:
   // `as_bucket_view` replaces also a .grad that existed before, which otherwise keeps its identity.
   explicit WholeLanding(const std::shared_ptr<Arming>& arming, bool as_bucket_view = false)
-      : as_bucket_view_(as_bucket_view), graphs_([arming = std::weak_ptr(arming)] {
+      : Landing({.keeps_graphs = true}),
+        as_bucket_view_(as_bucket_view),
+        graphs_([arming = std::weak_ptr(arming)] {
           if (const auto alive = arming.lock()) alive->output_gradient_arrived();
         }) {}
 
@@ -26,7 +28,6 @@ class TRIREME_API WholeLanding final : public Landing {
     touches_gradients_ = step.touches_gradients;
     makes_graph_ = step.makes_graph;
   }
-  bool keeps_graphs() const override { return true; }
   void came(size_t index) override {
     if (makes_graph_) graphs_.take(index, parameter(index).grad());
   }

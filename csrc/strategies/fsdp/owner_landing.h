@@ -38,7 +38,9 @@ class TRIREME_API OwnerLanding final : public Landing {
     std::vector<at::ScalarType> dtypes = {};
   };
   OwnerLanding(std::shared_ptr<Arming> arming, Owners owners)
-      : arming_(std::move(arming)), owners_(std::move(owners)) {}
+      : Landing({.own_shards = owners.own, .may_replan = false}),
+        arming_(std::move(arming)),
+        owners_(std::move(owners)) {}
 
   // Excludes parameters from averaging: their gradients keep accumulating locally.
   void hold(const std::vector<bool>& held);
@@ -57,8 +59,6 @@ class TRIREME_API OwnerLanding final : public Landing {
   // Forgets the gradients that this rank has accumulated, and sums that wait.
   void drop_accumulated();
 
-  OwnShards own_shards() const override { return owners_.own; }
-  bool may_replan() const override { return false; }
   void begin(BucketLayout& layout) override;
   void accumulated(size_t parameter) override;
   bool has_unseen(size_t index) const override { return parameter(index).grad().defined(); }

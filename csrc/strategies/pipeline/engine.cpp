@@ -31,8 +31,8 @@ struct LossMessage {
 }  // namespace
 
 PipelineEngine::PipelineEngine(PipelineSchedule schedule, std::vector<PipelineStageRequest> stages,
-                         std::shared_ptr<Communicator> communicator,
-                         const PipelineEngineOptions& options)
+                               std::shared_ptr<Communicator> communicator,
+                               const PipelineEngineOptions& options)
     : schedule_(std::move(schedule)),
       communicator_(std::move(communicator)),
       where_(communicator_->rank_of()),
@@ -63,7 +63,7 @@ PipelineReport PipelineEngine::last_step() const {
 }
 
 void PipelineEngine::set_parameters(int64_t stage, NamedParameters parameters,
-                                         std::vector<std::shared_ptr<HeldBackwards>> strategies) {
+                                    std::vector<std::shared_ptr<HeldBackwards>> strategies) {
   for (size_t i = 0; i < stages_.size(); ++i) {
     if (stages_[i]->index() == stage) {
       gradients_->set_parameters(i, std::move(parameters), std::move(strategies));
@@ -104,7 +104,7 @@ PipelineEngine::Evaluation PipelineEngine::eval_step(std::vector<PipelineValue> 
 }
 
 PipelineRunner::Evaluation PipelineEngine::run(std::vector<PipelineValue> inputs,
-                                                    const Mode& mode) {
+                                               const Mode& mode) {
   recover();
   Evaluation found = run_or_give_up(std::move(inputs), mode);  // all have finished
   TORCH_CHECK(!lacks_graph_,
@@ -116,7 +116,7 @@ PipelineRunner::Evaluation PipelineEngine::run(std::vector<PipelineValue> inputs
 }
 
 PipelineRunner::Evaluation PipelineEngine::run_or_give_up(std::vector<PipelineValue> inputs,
-                                                               const Mode& mode) {
+                                                          const Mode& mode) {
   try {
     return run_row(std::move(inputs), mode);
   } catch (const Interruption& interruption) {
@@ -162,7 +162,7 @@ std::vector<size_t> PipelineEngine::mark_last_actions() {
 }
 
 PipelineRunner::Evaluation PipelineEngine::run_row(std::vector<PipelineValue> inputs,
-                                                        const Mode& mode) {
+                                                   const Mode& mode) {
   const auto started = Timed::Clock::now();
   begin(std::move(inputs), mode);
   // Strategies average during backwards, and gradients that are sent away are out of reach
@@ -212,7 +212,7 @@ void PipelineEngine::run_actions() {
 }
 
 PassOutputs PipelineEngine::forward_pass(std::vector<PipelineValue> inputs,
-                                              const PassOptions& options) {
+                                         const PassOptions& options) {
   PassOutputs found;
   found.outputs = run(std::move(inputs), {.trains = options.records,
                                           .has_loss = false,

@@ -158,7 +158,7 @@ PipelineValue PipelineEngine::take_input(int64_t micro_batch) {
 }
 
 void PipelineEngine::count_sent(StageReport& report, int64_t to,
-                                     const std::vector<at::Tensor>& tensors) const {
+                                const std::vector<at::Tensor>& tensors) const {
   if (edges_->is_local(report.stage, to)) return;
   ++report.messages;
   report.bytes += bytes_of(tensors);

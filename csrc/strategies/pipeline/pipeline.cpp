@@ -6,9 +6,9 @@
 #include <trireme/module/meets_ranks.h>
 #include <trireme/strategies/pipeline/refuse.h>
 #include <trireme/strategies/pipeline/schedule_recomputation.h>
+#include <trireme/strategies/pipeline/schedule_text.h>
 #include <trireme/strategies/pipeline/threads/pipeline_pass.h>
 #include <trireme/strategies/pipeline/threads/row_threads.h>
-#include <trireme/strategies/pipeline/schedule_text.h>
 
 #include <ATen/Parallel.h>
 

@@ -6,9 +6,9 @@
 #include <trireme/optim/grad_norm.h>
 #include <trireme/saving/held_parts.h>
 #include <trireme/strategies/pipeline/deferred_batch_norm.h>
-#include <trireme/strategies/pipeline/runner.h>
 #include <trireme/strategies/pipeline/micro_batch_scope.h>
 #include <trireme/strategies/pipeline/partition.h>
+#include <trireme/strategies/pipeline/runner.h>
 #include <trireme/strategies/pipeline/schedule_forms.h>
 #include <trireme/strategies/pipeline/schedule_recomputation.h>
 #include <trireme/strategies/pipeline/threads/call_turn.h>

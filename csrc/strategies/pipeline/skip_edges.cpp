@@ -1,7 +1,7 @@
 #include <trireme/strategies/pipeline/skip_edges.h>
 
-#include <trireme/strategies/pipeline/refuse.h>
 #include <trireme/comm/make_channels.h>
+#include <trireme/strategies/pipeline/refuse.h>
 
 #include <ATen/ATen.h>
 

@@ -1,4 +1,5 @@
 #include <trireme/strategies/pipeline/stage_edges.h>
+
 #include <trireme/comm/make_channels.h>
 
 #include <algorithm>

@@ -71,8 +71,9 @@ void ShardLanding::before_backward() {
 }
 
 bool ShardLanding::defers_step() const {
-  return may_defer_ && std::none_of(set_aside_.begin(), set_aside_.end(),
-                                    [](const at::Tensor& grad) { return grad.defined(); });
+  return traits().may_defer_sums &&
+         std::none_of(set_aside_.begin(), set_aside_.end(),
+                      [](const at::Tensor& grad) { return grad.defined(); });
 }
 
 void ShardLanding::begin_step(const Step& step) {

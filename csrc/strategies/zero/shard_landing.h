@@ -22,7 +22,8 @@ class TRIREME_API ShardLanding final : public Landing {
   // `defers_sums` leaves the sums of gradients that go as a stream to visit_sums(): after backward
   // every .grad is undefined. Costs a ring that holds all gradients.
   ShardLanding(std::shared_ptr<Arming> arming, OwnShards own, bool defers_sums = false)
-      : arming_(std::move(arming)), own_(std::move(own)), may_defer_(defers_sums) {}
+      : Landing({.own_shards = std::move(own), .may_defer_sums = defers_sums, .may_replan = false}),
+        arming_(std::move(arming)) {}
 
   // Returns the indices of gradients that are not as the reducer left them: changed in place,
   // replaced, or accumulated without synchronizing, since or before a further backward was added to
@@ -42,9 +43,6 @@ class TRIREME_API ShardLanding final : public Landing {
   // accumulated on it without synchronizing.
   void drop_set_aside();
 
-  OwnShards own_shards() const override { return own_; }
-  bool may_defer_sums() const override { return may_defer_; }
-  bool may_replan() const override { return false; }
   void begin(BucketLayout& layout) override;
   void due(size_t parameter) override { set_aside(parameter); }
   void accumulated(size_t parameter) override;
@@ -71,8 +69,6 @@ class TRIREME_API ShardLanding final : public Landing {
   void set_aside(size_t parameter);
 
   std::shared_ptr<Arming> arming_;
-  OwnShards own_;
-  bool may_defer_;
   Wire* wire_ = nullptr;  // the one of this step
   bool defers_ = false;   // this step
   bool has_sums_ = false;

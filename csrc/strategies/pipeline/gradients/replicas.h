@@ -2,14 +2,14 @@
 
 #include <trireme/comm/communicator.h>
 #include <trireme/common/export.h>
-#include <trireme/grad/across.h>
+#include <trireme/grad/average.h>
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace trireme {
@@ -38,9 +38,7 @@ namespace trireme {
 class TRIREME_API PipelineReplicas {
  public:
   // `communicator` has the ranks of all copies that hold the same stages; null for one copy alone.
-  explicit PipelineReplicas(std::shared_ptr<Communicator> communicator)
-      : communicator_(std::move(communicator)),
-        across_(communicator_ ? make_replica_sum(communicator_) : nullptr) {}
+  explicit PipelineReplicas(std::shared_ptr<Communicator> communicator);
 
   bool exist() const { return communicator_ != nullptr && communicator_->world() > 1; }
   Communicator& communicator() { return *communicator_; }
@@ -55,21 +53,13 @@ class TRIREME_API PipelineReplicas {
   void average(const std::vector<at::Tensor>& parameters, const std::string& label);
   // Waits for the averages: .grad then holds them.
   void finish();
-  void abandon() { in_flight_.clear(); }
+  void abandon() {
+    if (average_) average_->abandon();
+  }
 
  private:
-  // The tensors that one collective sums.
-  struct Reduction {
-    std::vector<at::Tensor> parameters = {};
-    std::vector<at::Tensor> sums = {};  // .grad of each, or a dense or contiguous copy
-    Pending pending = {};
-  };
-
-  void launch(Reduction reduction, const std::string& label);
-
   std::shared_ptr<Communicator> communicator_;
-  std::unique_ptr<Across> across_;  // sums gradients over the copies; null for one copy alone
-  std::vector<Reduction> in_flight_;
+  std::optional<GroupAverage> average_;  // nothing for one copy alone
 };
 
 }  // namespace trireme
