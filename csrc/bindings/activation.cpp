@@ -20,7 +20,7 @@ namespace {
 
 namespace py = pybind11;
 
-// Calls a function of Python, and throws what it raises.
+// Calls a Python function, and throws the exception that it raises.
 py::object call(const py::object& function, const py::tuple& arguments, const py::dict& keywords) {
   PyObject* result = PyObject_Call(function.ptr(), arguments.ptr(), keywords.ptr());
   if (result == nullptr) throw py::error_already_set();

@@ -14,9 +14,9 @@ namespace {
 
 namespace py = pybind11;
 
-// Packing and unpacking wait for other ranks, so both let go of the interpreter: see [Note: signals
-// while a rank waits]. Destructors do, too: the last one ends a Gloo group, which waits for threads
-// that may need the interpreter to drop what they have done.
+// A scope without the GIL, if this thread holds it. Packing and unpacking wait for other ranks, so
+// both release it: see [Note: signals while a rank waits]. Destructors do, too: the last one ends a
+// Gloo group, which waits for threads that may need the GIL to drop their finished work.
 class WithoutInterpreter {
  public:
   WithoutInterpreter() {
@@ -57,7 +57,7 @@ class PartitionPackerForPython final : public PartitionPacker {
     return inner_->pack(tensor);
   }
 
-  // Throws what Python shows as torch's exceptions.
+  // Throws exceptions that Python sees as torch's.
   std::vector<c10::intrusive_ptr<PackedTensor>> pack_inputs(const std::vector<at::Tensor>& inputs,
                                                             const std::string& function) override {
     HANDLE_TH_ERRORS

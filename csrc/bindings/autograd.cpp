@@ -6,9 +6,9 @@
 namespace trireme {
 namespace {
 
-// Sends gradients of `leaf`, which are not accumulated there, into the node that has made
-// `through`, of the same shape: for a tensor that stands for another one. `leaf` stays a leaf, and
-// holds the node weakly: who wants it keeps `through`.
+// Sends gradients of `leaf` into the node that has made `through`, of the same shape, instead of
+// accumulating them: for a tensor that stands for another one. `leaf` stays a leaf and holds the
+// node weakly: the caller must keep `through` alive.
 void accumulate_through(const at::Tensor& leaf, const at::Tensor& through) {
   TORCH_INTERNAL_ASSERT(leaf.is_leaf() && through.grad_fn());
   using Weak = decltype(torch::autograd::AutogradMeta::grad_accumulator_);

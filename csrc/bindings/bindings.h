@@ -2,13 +2,13 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-// There is one function per area, each in the file of its name. This is the only folder that knows
-// Python.
+// One function per area, in the file of that name (init_remote() in remote/endpoint.cpp). Only this
+// folder knows Python.
 namespace trireme {
 
 void bind_partition(pybind11::module_& module);       // a part of init_activation()
 void bind_channels(pybind11::module_& module);        // a part of init_pipeline()
-void bind_split_backward(pybind11::module_& module);  // so is this
+void bind_split_backward(pybind11::module_& module);  // a part of init_pipeline()
 void init_activation(pybind11::module_& module);
 void init_autograd(pybind11::module_& module);
 void init_checkpoint(pybind11::module_& module);

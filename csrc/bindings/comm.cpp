@@ -28,7 +28,7 @@ namespace py = pybind11;
 
 namespace {
 
-// Lets Python's object keep the Work, which may be one of Python's own.
+// Returns a Work that keeps its Python object alive, since its class may be one of Python's.
 std::shared_ptr<c10d::Work> held_work(const py::object& work) {
   if (work.is_none()) return nullptr;
   c10d::Work* inside = py::cast<c10::intrusive_ptr<c10d::Work>>(work).get();
@@ -57,23 +57,23 @@ CustomCollective collective_of(std::optional<py::function> allocate,
 // [Note: signals while a rank waits]
 //
 // Python runs the handlers of signals between two instructions of its main thread, and a collective
-// is one instruction. So the main thread asks for them itself while it waits, about every 50 ms.
-// For that it takes Python's lock, at most once in 50 ms and never in a shorter wait, and lets it
-// go at once, so that other threads hardly notice. It holds no lock of ours meanwhile, and nothing
-// of ours waits for a peer with Python's lock in its hands, so neither of the two waits for the
-// other. (Foreign code that keeps Python's lock on another thread until this very wait is over
-// would; it would keep the main thread from going on in any case.)
+// is one instruction. So the main thread runs them itself while it waits, about every 50 ms. For
+// that it takes the GIL, at most once in 50 ms and never in a shorter wait, and releases it at
+// once, so that other threads hardly notice. The thread holds no lock of ours meanwhile, and no
+// code of ours waits for a peer while it holds the GIL, so there is no deadlock. (Foreign code that
+// holds the GIL on another thread until this very wait is over would cause one; it would block the
+// main thread in any case.)
 //
-// What a handler raises ends the wait (see common/interruption.h).
+// An exception that a handler raises ends the wait (see common/interruption.h).
 class RaisedInSignalHandler final : public py::error_already_set, public Interruption {
  public:
-  // Expects Python's lock, and its error set.
+  // Expects the GIL, and a Python error set.
   RaisedInSignalHandler() : Interruption({}) {
     reason = py::str(type().attr("__name__")).cast<std::string>();
     try {
       const auto text = py::str(value()).cast<std::string>();
       if (!text.empty()) reason += " (" + text + ")";
-    } catch (const std::exception&) {  // it has no text, then
+    } catch (const std::exception&) {  // leaves out the text
     }
     reason += " was raised by a signal handler while it waited";
   }
@@ -82,11 +82,11 @@ class RaisedInSignalHandler final : public py::error_already_set, public Interru
 void run_signal_handlers() {
   if (::gettid() != ::getpid() || Py_IsInitialized() == 0) return;
   const py::gil_scoped_acquire gil;
-  if (PyErr_Occurred() != nullptr) return;  // whoever destroys a group on its way out has one
+  if (PyErr_Occurred() != nullptr) return;  // set when an exception's unwinding destroys a group
   if (PyErr_CheckSignals() != 0) throw RaisedInSignalHandler();
 }
 
-// Returns str() of an exception, which may have no such text, or one that UTF-8 has not.
+// Returns str() of an exception, which may fail, or have characters that UTF-8 cannot encode.
 std::string text_of_python(py::handle value) {
   if (!value) return {};
   const auto text = py::reinterpret_steal<py::object>(PyObject_Str(value.ptr()));
@@ -97,13 +97,13 @@ std::string text_of_python(py::handle value) {
   return "<its text cannot be made>";
 }
 
-// Returns "ValueError: no such file" for what Python raised; empty for what it did not.
+// Returns "ValueError: no such file" for an exception that Python raised; empty for others.
 std::string name_python_exception(const std::exception& error) {
   const auto* raised = dynamic_cast<const python_error*>(&error);
   if (raised == nullptr) return {};
-  const py::gil_scoped_acquire gil;  // whoever takes the error over does so under it
+  const py::gil_scoped_acquire gil;  // errors are taken over under it, too
   if (raised->type == nullptr) return {};
-  const py::error_scope kept;  // the engine of autograd may have set it in this thread
+  const py::error_scope kept;  // the autograd engine may have set an error in this thread
   const auto type = py::handle(raised->type).attr("__name__").cast<std::string>();
   const std::string text = text_of_python(raised->value);
   return text.empty() ? type : type + ": " + text;

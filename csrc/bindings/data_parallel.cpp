@@ -21,8 +21,8 @@ namespace {
 namespace py = pybind11;
 using Tensors = std::vector<at::Tensor>;
 
-// Keeps Ctrl-C while a thread of Python's waits for others: the exception is kept until they are
-// back, and `on_interrupt` is told so that they can be made to hurry.
+// Defers Ctrl-C while a Python thread waits for others: the exception is kept until they are back,
+// and `on_interrupt` is called so that it can hurry them.
 class InterruptedWait {
  public:
   explicit InterruptedWait(const py::function& on_interrupt) : on_interrupt_(on_interrupt) {}
@@ -30,7 +30,7 @@ class InterruptedWait {
   void look_around() {
     const py::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() == 0) return;
-    interrupt_.emplace();  // takes the error that Python has raised here
+    interrupt_.emplace();  // takes over Python's present error
     on_interrupt_();
   }
   // Raises the error that Python has raised, if any; called with the GIL.
@@ -45,8 +45,8 @@ class InterruptedWait {
   std::optional<py::error_already_set> interrupt_;
 };
 
-// `wait(job, while_waiting)` returns when job(i) has returned in all threads; `function` and
-// `on_interrupt` are not to raise.
+// Calls function(i) in the threads of `wait`: wait(job, while_waiting) returns when job(i) has
+// returned in all of them. `function` and `on_interrupt` must not raise.
 template <typename Wait>
 void call_in_threads(const py::function& function, const py::function& on_interrupt,
                      const Wait& wait) {
@@ -78,22 +78,22 @@ void forward(Replicas& replicas, ReplicaPass& pass, const py::function& function
   });
 }
 
-// Lets what Python code raised in a backward reach the caller's thread as it was, and name its
-// replica where Python (3.11) has notes.
+// Lets an exception that Python code raised in a backward reach the caller's thread unchanged, with
+// the replica's name as a note if Python has notes (3.11).
 void keep_python_error(const std::string& where, const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (python_error& raised) {
     raised.persist();
     const py::gil_scoped_acquire gil;
-    PyErr_Clear();  // the engine has set it in this thread; `raised` holds it
+    PyErr_Clear();  // set by the engine in this thread; `raised` holds it
     const py::handle value(raised.value);
     if (value && py::hasattr(value, "add_note"))
       value.attr("add_note")("[data_parallel] in the backward of " + where);
   } catch (c10::Error& raised) {
     raised.add_context("[data_parallel] in the backward of " + where);
   } catch (...) {
-    // Others have no place for it.
+    // Other exceptions have no place for a context.
   }
 }
 

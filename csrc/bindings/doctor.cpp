@@ -13,7 +13,7 @@ using shm::SeenGroup;
 using shm::SeenOperation;
 using shm::SeenRank;
 
-// A label may be cut in the middle of a letter.
+// Decodes a label, which may be cut in the middle of a character.
 py::str text(const std::string& bytes) {
   return py::reinterpret_steal<py::str>(
       PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));

@@ -21,22 +21,22 @@ namespace {
 namespace py = pybind11;
 using OptionalDtype = std::optional<at::ScalarType>;
 
-// Where parameters hang in Python's modules. Modules are held weakly: they own the group.
+// The place of a parameter in a Python module. The module is held weakly: it owns the group.
 struct Place {
   py::weakref module;
   py::str name;
   size_t parameter = 0;
-  bool sets_itself = false;  // its class has a __setattr__ of its own, as layers with caches have
+  bool sets_itself = false;  // its class overrides __setattr__, as layers with caches do
 };
-// The sharded ones are held as Python's objects only: swap_tensors, which Module.to() uses, refuses
-// a tensor that C++ holds.
+// All places of a group's parameters. Sharded parameters are held as Python objects only:
+// swap_tensors, which Module.to() uses, refuses a tensor that C++ holds.
 struct Places final : ModuleFace {
   std::vector<Place> places;
   std::vector<py::object> sharded;
-  std::vector<py::object> unsharded;   // what modules show
-  std::vector<c10::Storage> storages;  // sharded ones have these, without values
+  std::vector<py::object> unsharded;   // held by modules while unsharded
+  std::vector<c10::Storage> storages;  // of `sharded`, without values
 
-  // Dropped under the GIL.
+  // Makes an instance that is dropped under the GIL.
   static std::shared_ptr<Places> make() {
     return {new Places, [](Places* last) {
               const py::gil_scoped_acquire gil;
@@ -52,13 +52,13 @@ struct Places final : ModuleFace {
     THPVariable_Unpack(sharded[parameter].ptr()).set_requires_grad(requires_grad);
   }
 
-  // What is done to a DTensor its local tensor does not count.
+  // Returns the DTensor's version: its local tensor's does not count changes of the DTensor.
   uint32_t version(size_t parameter) const override {
     const at::Tensor& tensor = THPVariable_Unpack(sharded[parameter].ptr());
     return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
   }
 
-  // The dictionary of the module's parameters, or nothing if that is gone.
+  // Returns the module's dictionary of parameters; null if the module is gone.
   static py::object parameters_of(const Place& place) {
     const py::object module = place.module();
     return module.is_none() ? py::object() : module.attr("_parameters");
@@ -81,7 +81,7 @@ struct Places final : ModuleFace {
     return THPVariable_Unpack(tensor.ptr()).unsafeGetTensorImpl()->unsafe_storage();
   }
 
-  // Says whether `.data =` has given a sharded parameter the storage of another DTensor. Torch
+  // Returns whether `.data =` has given a sharded parameter the storage of another DTensor. Torch
   // leaves its local tensor, and so its values, as they were.
   bool was_given_data(size_t parameter, const ParamGroup& group) const {
     const py::object local = sharded[parameter].attr("_local_tensor");
@@ -91,7 +91,7 @@ struct Places final : ModuleFace {
                group.params()[parameter].sharded().unsafeGetTensorImpl();
   }
 
-  // Returns those to which that has happened since this was asked.
+  // Returns the parameters whose `.data` was assigned so since the last call.
   std::vector<size_t> take_given_data(const ParamGroup& group) {
     std::vector<size_t> given;
     for (size_t i = 0; i < sharded.size(); ++i) {
@@ -102,7 +102,7 @@ struct Places final : ModuleFace {
     return given;
   }
 
-  // Says whether modules hold the sharded parameters, and these the shards.
+  // Returns whether modules hold the sharded parameters, and these the group's shards.
   bool are_settled(const ParamGroup& group) const {
     if (group.is_shown()) return true;
     for (const Place& place : places) {
@@ -122,14 +122,14 @@ struct Places final : ModuleFace {
   }
 };
 
-// A group as Python holds it.
+// A group and the places of its parameters, as Python holds them.
 struct PyParamGroup {
   std::shared_ptr<ParamGroup> group;
   std::shared_ptr<Places> places = Places::make();
 };
 
-// Says which parameters of a unit lie in CPU memory: by index those whose optimizer part does, and
-// those of which everything does.
+// The parameters of a unit in CPU memory, by index: those whose shard, gradient and optimizer state
+// lie there, and those of which the device keeps no copy either.
 struct UnitOffload {
   std::vector<size_t> optimizers;
   std::vector<size_t> everything;
@@ -207,12 +207,12 @@ void set_all_reduce_hook(PyParamGroup& self, const std::optional<py::function>& 
 }
 
 void copy_flags(PyParamGroup& self, const PyParamGroup& like) {
-  AllReduceHook own = self.group->flags().all_reduce_hook;  // what a hook holds is its unit's
+  AllReduceHook own = self.group->flags().all_reduce_hook;  // a hook's state belongs to its unit
   self.group->flags() = like.group->flags();
   self.group->flags().all_reduce_hook = std::move(own);
 }
 
-// Makes a flag of units a property of their groups.
+// Makes a flag of UnitFlags a property of its groups.
 template <auto Flag>
 void add_flag(py::class_<PyParamGroup, std::shared_ptr<PyParamGroup>>& group, const char* name) {
   using Value = std::decay_t<decltype(std::declval<UnitFlags>().*Flag)>;

@@ -15,7 +15,7 @@ namespace {
 
 namespace py = pybind11;
 
-// Where they are, but for those that are offloaded to the CPU.
+// Returns the gradients' device; the CPU only if all are there, since single ones may be offloaded.
 c10::Device device_of(const std::vector<at::Tensor>& gradients) {
   for (const at::Tensor& gradient : gradients)
     if (!gradient.is_cpu()) return gradient.device();

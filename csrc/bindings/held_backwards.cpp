@@ -14,7 +14,7 @@ namespace {
 
 namespace py = pybind11;
 
-// Calls what Python has for a strategy of which the core does not know.
+// A strategy unknown to the core, by its Python functions.
 class PythonStrategy final : public HeldBackwards {
  public:
   PythonStrategy(py::function hold, py::function prepare, py::function finish)
@@ -35,7 +35,7 @@ class PythonStrategy final : public HeldBackwards {
     const py::gil_scoped_acquire gil;
     call(*finish_, nullptr);
   }
-  // Its ranks have a deadline of their own.
+  // Does nothing: the strategy's ranks have a deadline of their own.
   void announce_failure(const std::string& /*text*/) noexcept override {}
 
  private:

@@ -28,12 +28,12 @@ struct Argument {
   enum class Kind { kValue, kTensor, kList, kTuple, kDict, kSame };
 
   Kind kind = Kind::kValue;
-  py::object value;                  // what kValue is; the keys of kDict, as a list
-  std::vector<Argument> elements{};  // what a container holds
-  size_t same = 0;                   // number of the list or dict that kSame is
+  py::object value;                  // the value of kValue; the keys of kDict, as a list
+  std::vector<Argument> elements{};  // elements of a container
+  size_t same = 0;                   // number of the list or dict that kSame repeats
 };
 
-// Refuses containers that are nested too deeply.
+// A guard that refuses containers that are nested too deeply.
 class Recursion {
  public:
   Recursion() {
@@ -45,7 +45,7 @@ class Recursion {
   Recursion& operator=(const Recursion&) = delete;
 };
 
-// Takes arguments apart. A list or a dict that is met twice is the same one in each call.
+// Takes arguments apart. A list or a dict that occurs twice is one object in each call.
 class Taking {
  public:
   explicit Taking(std::vector<at::Tensor>& tensors) : tensors_(tensors) {}
@@ -92,7 +92,7 @@ class Taking {
   std::unordered_map<PyObject*, size_t> met_;
 };
 
-// Puts arguments together again, in the order in which they were taken apart.
+// Rebuilds arguments, in the order in which Taking has split them.
 class Putting {
  public:
   explicit Putting(const std::vector<at::Tensor>& tensors) : tensors_(tensors) {}
@@ -143,7 +143,7 @@ namespace py = pybind11;
 struct KeptCall::Python {
   py::object function;
   kept_call::Argument arguments;
-  kept_call::Argument keywords;  // no value where there are none
+  kept_call::Argument keywords;  // no value if there are none
   py::object explain;
 };
 

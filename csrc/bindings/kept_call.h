@@ -12,12 +12,12 @@
 
 namespace trireme {
 
-// A function of Python and its arguments, to be called once more. Any thread may drop it.
+// A Python function and its arguments, kept for the recomputation. Any thread may drop it.
 //
-// Tensors among the arguments, and those in lists, tuples and dicts of any depth (not in subclasses
-// of these), are kept by the frame, which notices when they are changed in place. Lists and dicts
-// are copied when they are kept and at each call, so neither the function nor its caller changes
-// what the next call gets; one that comes twice is one object in each call. All other arguments,
+// Tensors among the arguments and in lists, tuples and dicts of any depth (not in subclasses of
+// these) are kept by the frame, which detects changes in place. Lists and dicts are copied when
+// they are kept and at each call, so neither the function nor its caller changes the arguments of
+// the next call; a list or dict that occurs twice is one object in each call. All other arguments,
 // and tensors of inference mode, are kept as they are.
 class KeptCall : public CheckpointedCall {
  public:
@@ -26,7 +26,7 @@ class KeptCall : public CheckpointedCall {
            const pybind11::dict& keywords, pybind11::object explain, bool with_random);
   ~KeptCall() override;
 
-  // Gives away the tensors among the arguments.
+  // Moves out the tensors among the arguments.
   std::vector<at::Tensor> take_tensors();
 
   void run(const std::vector<at::Tensor>& inputs) override;

@@ -7,8 +7,8 @@ namespace {
 
 namespace py = pybind11;
 
-// Says whether a dict holds the same objects under the same keys, in the same order, as a copy of
-// it that was made before; of a number, whether it holds as many. No Python code runs.
+// Returns whether a dict holds the same objects under the same keys, in the same order, as an
+// earlier copy `before`; if `before` is a number, whether it holds as many. Runs no Python code.
 bool is_copy_of(PyObject* dict, PyObject* before) {
   if (PyLong_Check(before) != 0)
     return dict != nullptr && PyDict_Check(dict) != 0 &&
@@ -29,9 +29,9 @@ bool is_copy_of(PyObject* dict, PyObject* before) {
   return true;
 }
 
-// Says whether the modules [begin, end) have the parameters and submodules that they had. `layers`
-// is a list of tuples: a module's __dict__, and copies that were made of the dicts in its
-// _parameters (or their number) and its _modules.
+// Returns whether the modules [begin, end) still have the same parameters and submodules. `layers`
+// is a list of tuples: a module's __dict__, and copies of its dicts _parameters (or the number of
+// these) and _modules.
 bool has_layers(const py::list& layers, Py_ssize_t begin, Py_ssize_t end) {
   static PyObject* const parameters = PyUnicode_InternFromString("_parameters");
   static PyObject* const modules = PyUnicode_InternFromString("_modules");

@@ -7,7 +7,7 @@ PYBIND11_MODULE(_C, module) {
   trireme::init_autograd(module);
   trireme::init_comm(module);
   trireme::init_activation(module);  // takes communicators of the above
-  trireme::init_checkpoint(module);  // takes them, too
+  trireme::init_checkpoint(module);  // takes communicators, too
   trireme::init_data_parallel(module);
   trireme::init_ddp(module);
   trireme::init_doctor(module);

@@ -13,8 +13,8 @@ namespace {
 
 namespace py = pybind11;
 
-// Returns parameters of which the optimizer's part is offloaded, those of which everything is, and
-// what is owed then.
+// Returns the parameters offloaded for the optimizer only, those offloaded entirely, and the bytes
+// owed afterwards (OffloadOwed).
 auto plan_offload(const std::vector<int64_t>& parameter_bytes, double optimizer, double params,
                   std::pair<double, double> owed) {
   const OffloadPlan plan =

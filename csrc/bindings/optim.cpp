@@ -18,8 +18,8 @@ bool is_wrapped(const at::Tensor& tensor) {
          py::hasattr(py::cast(tensor), "_local_tensor");
 }
 
-// An update is elementwise, so that DTensors placed alike are stepped in their local memory. A row
-// placed otherwise stays as it is, and ATen's operators on DTensors serve it.
+// Replaces DTensors by their local tensors where a parameter and its gradient have the same
+// placements: an update is elementwise. Others stay as they are, for ATen's operators on DTensors.
 void unwrap_rows(Tensors& params, Tensors& grads, std::initializer_list<Tensors*> states) {
   for (size_t i = 0; i < params.size(); ++i) {
     if (!is_wrapped(params[i]) || !is_wrapped(grads[i])) continue;

@@ -77,7 +77,7 @@ py::dict dict_of(const ps::Stats& stats) {
   return dict;
 }
 
-// Specs are values: they are printed, copied and pickled.
+// Binds a spec as a value that can be printed, copied and pickled.
 template <typename Spec>
 py::class_<Spec> bind_spec(py::module_& module, const char* name) {
   const auto make = [](const std::vector<double>& options) {
@@ -148,7 +148,7 @@ void bind_row_inits(py::module_& module) {
       .def(py::init([](double bound) { return ps::Uniform{bound}; }), py::arg("bound") = 1.0);
 }
 
-// Lets threads that use a table of the server go on to their end, for which its end waits.
+// Deletes a server without the GIL, since its destructor waits for threads that use its tables.
 struct EndWithoutGil {
   void operator()(ps::ParameterServer* server) const {
     const py::gil_scoped_release no_gil;

@@ -22,8 +22,7 @@ namespace trireme {
 namespace {
 
 namespace py = pybind11;
-// Holds the times of F, I and W, each for all stages or for one stage after the other, and that of
-// a message.
+// The times of F, I and W, each one for all stages or one per stage, and the time of a message.
 using Costs = std::tuple<std::vector<double>, std::vector<double>, std::vector<double>, double>;
 
 ScheduleCosts costs_of(const Costs& given) {
@@ -47,7 +46,7 @@ ScheduleCosts costs_of(const Costs& given) {
   return costs;
 }
 
-// Shows a bubble as None.
+// Returns an action for Python, a bubble as None.
 py::object to_cell(const PipelineAction& action) {
   if (action.kind == ActionKind::kBubble) return py::none();
   return py::cast(action);

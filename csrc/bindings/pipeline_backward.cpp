@@ -24,7 +24,7 @@ using torch::autograd::Edge;
 using torch::autograd::edge_list;
 using torch::autograd::impl::gradient_edge;
 
-// An object of a custom Function holds its node weakly up to torch 2.12.
+// Returns a held node. Up to torch 2.12 the object of a custom Function holds it weakly.
 template <typename Held>
 NodePtr locked(const Held& node) {
   if constexpr (std::is_convertible_v<const Held&, NodePtr>) {
@@ -42,7 +42,7 @@ NodePtr node_of(const py::handle& function) {
   return reinterpret_cast<torch::autograd::THPCppFunction*>(function.ptr())->cdata;
 }
 
-// Takes a tensor, or a GradientEdge: a tuple of node and number.
+// Returns the edge of a tensor, or of a GradientEdge: a tuple of node and number.
 Edge edge_of(const py::handle& root) {
   if (THPVariable_Check(root.ptr())) return gradient_edge(THPVariable_Unpack(root.ptr()));
   const auto edge = root.cast<py::tuple>();

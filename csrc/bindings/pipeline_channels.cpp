@@ -19,7 +19,7 @@ namespace {
 namespace py = pybind11;
 using OptionalTensors = std::vector<std::optional<at::Tensor>>;
 
-// Holds the ends of channels, and the communicator that these need.
+// Ends of channels, and the communicator that they need.
 class PythonChannels {
  public:
   using Request = std::tuple<int64_t, int64_t, int64_t, std::string>;
@@ -59,7 +59,7 @@ class PythonChannels {
 
 }  // namespace
 
-// Serves tests and benchmarks: pipelines use channels from C++.
+// Binds channels for tests and benchmarks: pipelines use them from C++.
 void bind_channels(py::module_& module) {
   using WithoutGil = py::call_guard<py::gil_scoped_release>;
   py::class_<PythonChannels>(module, "TensorChannels")

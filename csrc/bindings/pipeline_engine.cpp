@@ -32,7 +32,7 @@ namespace py = pybind11;
 using Tensors = std::vector<at::Tensor>;
 using Weights = std::pair<py::function, py::function>;
 
-// Is KeyboardInterrupt or SystemExit out of a user's function: the engine lets it pass.
+// KeyboardInterrupt or SystemExit out of a user's function: the engine lets it pass.
 class RaisedInStage final : public python_error, public Interruption {
  public:
   RaisedInStage() : Interruption("the program was interrupted in a stage") { persist(); }
@@ -45,15 +45,15 @@ class RaisedInStage final : public python_error, public Interruption {
   throw error;
 }
 
-// Calls what Python has for a stage. One tensor passes as itself; anything else as a list of
-// tensors and a text, from which Python builds the value.
+// A stage that calls Python functions. One tensor passes as itself; any other value as a list of
+// tensors and a text, from which Python builds it.
 class PythonStage final : public StageFunction {
  public:
   PythonStage(py::function forward, std::optional<py::function> loss)
       : forward_(shared_function(std::move(forward))),
         loss_(loss ? shared_function(std::move(*loss)) : nullptr) {}
 
-  // Sets what is called for weights: with a micro-batch, after its backward and for its W.
+  // Sets the functions for weights, called with a micro-batch after its backward and for its W.
   void set_weights(Weights weights) {
     begin_weights_ = shared_function(std::move(weights.first));
     finish_weights_ = shared_function(std::move(weights.second));
@@ -62,7 +62,7 @@ class PythonStage final : public StageFunction {
   PipelineValue forward(int64_t micro_batch, PipelineValue input) override {
     const py::gil_scoped_acquire gil;
     const py::object given = to_python(input);
-    input = {};  // a layer that works in place finds no other owner
+    input = {};  // so that in-place layers find no other owner
     return from_python(call(*forward_, micro_batch, given));
   }
 
@@ -115,7 +115,7 @@ class PythonStage final : public StageFunction {
   std::shared_ptr<py::function> begin_weights_, finish_weights_;
 };
 
-// Has the parts of a loss while Python's `with` lasts.
+// Collects the parts of a loss while a Python `with` block lasts.
 class LossCollector {
  public:
   void begin() { scope_.emplace(losses_); }
@@ -131,7 +131,7 @@ class LossCollector {
   std::optional<LossScope> scope_;
 };
 
-// Names of the parameters, and these.
+// Names and tensors, of parameters or buffers.
 using Named = std::pair<std::vector<std::string>, Tensors>;
 using Skip = std::tuple<std::string, int64_t, int64_t>;     // name, from stage, to stage
 using Tied = std::vector<std::pair<int64_t, std::string>>;  // stage, name
@@ -166,7 +166,7 @@ std::vector<PipelineSkip> to_skips(std::vector<Skip> given) {
   return skips;
 }
 
-// Lets a runner go without the GIL, which its threads may need.
+// Returns a runner that is destroyed without the GIL, which its threads may need.
 template <typename Runner>
 std::shared_ptr<Runner> without_gil(std::unique_ptr<Runner> runner) {
   return {runner.release(), [](Runner* last) {
@@ -193,7 +193,7 @@ std::shared_ptr<PipelineEngine> make_engine(
                                                       std::move(communicator), options));
 }
 
-// Lets an exception of a row say where it was raised, by `note` if it is Python's.
+// Adds to a row's exception where it was raised, by `note` if it is a Python exception.
 void keep_row_error(const py::function& note, const std::string& where,
                     const std::exception_ptr& error) {
   try {
@@ -201,7 +201,7 @@ void keep_row_error(const py::function& note, const std::string& where,
   } catch (python_error& raised) {
     raised.persist();
     const py::gil_scoped_acquire gil;
-    PyErr_Clear();  // the engine of autograd has set it in this thread; `raised` holds it
+    PyErr_Clear();  // set by the autograd engine in this thread; `raised` holds it
     if (where.empty() || raised.value == nullptr) return;
     try {
       note(py::handle(raised.value), where);
@@ -211,7 +211,7 @@ void keep_row_error(const py::function& note, const std::string& where,
   } catch (c10::Error& raised) {
     if (!where.empty()) raised.add_context("[pipeline] raised in " + where);
   } catch (...) {
-    // Others have no place for it.
+    // Other exceptions have no place for a context.
   }
 }
 
@@ -242,8 +242,7 @@ std::vector<std::pair<Tensors, std::string>> to_outputs(std::vector<PipelineValu
   return outputs;
 }
 
-// Tells a function that a backward is over. A Ctrl-C that ends the function at its first line comes
-// again later.
+// Calls a function when a backward is over. A Ctrl-C that ends the function is raised again later.
 void tell_end(const py::function& function) {
   const py::gil_scoped_acquire gil;
   PyObject* result = PyObject_CallOneArg(function.ptr(), Py_False);
@@ -256,7 +255,7 @@ void tell_end(const py::function& function) {
   Py_XDECREF(result);
 }
 
-// The turn of a call, for a `with`: nothing of Python's runs between taking and protecting it.
+// The turn of a call, for a `with` block: no Python code runs between taking and protecting it.
 struct TurnOfCall {
   std::shared_ptr<CallTurn> turn;
   std::shared_ptr<PipelineRunner> runner;

@@ -34,17 +34,17 @@ namespace py = pybind11;
 // [Note: saved tensors without Python code]
 //
 // Torch's hooks for saved tensors are two callables of Python. Here both are written in C: pack is
-// an object of the type PackHook, which holds a packer and returns a capsule with what that made;
+// an object of the type PackHook, which holds a packer and returns a capsule with its PackedTensor;
 // unpack is a function that takes such a capsule. So a saved tensor costs two calls of C functions.
 //
-// Torch's selective policies ask the hooks on top of the stack whether they are a checkpoint's own
-// (`_checkpoint_internal`), and then which hooks of the user's are below (`_user_hooks`).
+// Torch's selective policies ask the hooks on top of the stack whether they are a checkpoint's
+// (`_checkpoint_internal`), and if so which user hooks are below (`_user_hooks`).
 
 constexpr const char* kPacked = "trireme.PackedTensor";
 
 PyObject* stop_type = nullptr;  // an Exception: modules run always_call hooks for no other
 
-// Calls `body`, and shows Python what it throws.
+// Calls `body`, and raises in Python the exceptions that it throws.
 template <typename Body>
 PyObject* translated(const Body& body) {
   HANDLE_TH_ERRORS
@@ -66,12 +66,12 @@ void drop_packed(PyObject* capsule) {
 struct PackHook {
   PyObject_HEAD vectorcallfunc call;
   TensorPacker* packer;  // owned
-  PyObject* user_hooks;  // what of the user's is below, as long as it is on the stack
+  PyObject* user_hooks;  // the user hooks below, as long as it is on the stack
 };
 
 PyTypeObject* pack_hook_type = nullptr;
 
-// What this thread has pushed; torch's stack holds them.
+// The hooks that this thread has pushed; torch's stack owns them.
 thread_local std::vector<PyObject*> pushed;
 
 PyObject* pack(PyObject* self, PyObject* const* arguments, size_t /*count*/, PyObject* /*names*/) {
@@ -87,7 +87,7 @@ PyObject* pack(PyObject* self, PyObject* const* arguments, size_t /*count*/, PyO
 
 PyObject* unpack(PyObject* /*self*/, PyObject* packed) {
   return translated([&] {
-    // The capsule may go while its tensor is recomputed.
+    // The capsule may be freed while its tensor is recomputed.
     const auto held = c10::intrusive_ptr<PackedTensor>::reclaim_copy(
         static_cast<PackedTensor*>(PyCapsule_GetPointer(packed, kPacked)));
     return THPVariable_Wrap(held->unpack());
@@ -132,8 +132,8 @@ PyTypeObject* make_pack_hook_type() {
   return reinterpret_cast<PyTypeObject*>(type);
 }
 
-// Says whether a hook counts tensors in the order in which one thread saves them, as those of
-// checkpoints do, ours and torch's. Expects the GIL.
+// Returns whether a hook identifies tensors by the order in which one thread saves them, as the
+// hooks of checkpoints do, ours and torch's. Expects the GIL.
 bool is_ordered(py::handle hook) {
   if (Py_TYPE(hook.ptr()) == pack_hook_type)
     return reinterpret_cast<PackHook*>(hook.ptr())->packer->is_ordered();
@@ -141,8 +141,8 @@ bool is_ordered(py::handle hook) {
   return py::isinstance<py::str>(module) && module.cast<std::string>() == "torch.utils.checkpoint";
 }
 
-// Returns the hooks of the user's that a tensor saved now would meet if no checkpoint were there,
-// or nullptr.
+// Returns the user hooks that would pack a tensor saved now if there were no checkpoint, or
+// nullptr.
 PyObject* find_user_hooks() {
   const auto top = at::SavedTensorDefaultHooks::get_hooks(/*ignore_is_tracing=*/true);
   if (!top) return nullptr;
@@ -158,8 +158,8 @@ PyObject* find_user_hooks() {
   return PyTuple_Pack(2, first, top->second.ptr(getPyInterpreter()));
 }
 
-// Says whether a function of torch's older checkpoints is among the callers. Some 50 ns for each of
-// them.
+// Returns whether a function of torch's reentrant checkpoints is among the callers. Some 50 ns for
+// each caller.
 bool is_in_reentrant_checkpoint() {
   PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<std::array<py::object, 2>> storage;
   const auto find = [] {
@@ -180,7 +180,7 @@ bool is_in_reentrant_checkpoint() {
   return false;
 }
 
-// One call of a checkpoint of torch's; see trireme/_core/torch_checkpoints.py.
+// One call of a torch checkpoint; see trireme/_core/torch_checkpoints.py.
 class TorchRun : public CheckpointRun {
  public:
   explicit TorchRun(py::object run)
@@ -204,7 +204,7 @@ class TorchRun : public CheckpointRun {
   bool is_recomputation_;
 };
 
-// What a packer is told of a job of another thread, as PackerGuard tells it.
+// A packer's scope on a job's thread: watches operators and calls end(), as PackerGuard does.
 struct WatchedJob {
   explicit WatchedJob(c10::intrusive_ptr<TensorPacker> packer) : packer(std::move(packer)) {}
   ~WatchedJob() { packer->end(); }
@@ -241,11 +241,11 @@ class PythonHooks : public SavedTensorHooks {
     const py::gil_scoped_acquire gil;
     PyObject* own = pushed.back();
     pushed.pop_back();
-    // An exception may have left hooks of the user's above.
+    // An exception may have left user hooks above.
     do {
       const auto hooks = at::SavedTensorDefaultHooks::pop_hooks();
       if (hooks.first.ptr(getPyInterpreter()) != own) continue;
-      // The graph keeps the hook, and through these it would keep what they reach.
+      // The graph keeps the hook, which would keep the user hooks and all objects that they reach.
       Py_CLEAR(reinterpret_cast<PackHook*>(own)->user_hooks);
       return;
     } while (at::SavedTensorDefaultHooks::get_hooks(/*ignore_is_tracing=*/true));
@@ -271,7 +271,7 @@ class PythonHooks : public SavedTensorHooks {
     };
   }
 
-  // Torch throws Python's exceptions as one of C++ out of its operators.
+  // Torch's operators throw Python's exceptions as a C++ exception, python_error.
   bool is_stop(const std::exception_ptr& error) override {
     try {
       std::rethrow_exception(error);
@@ -279,7 +279,7 @@ class PythonHooks : public SavedTensorHooks {
       const py::gil_scoped_acquire gil;
       raised.restore();
       if (clear_stop()) return true;
-      PyErr_Clear();  // `raised` has it, too
+      PyErr_Clear();  // `raised` still holds it
       return false;
     } catch (...) {
       return SavedTensorHooks::is_stop(error);
@@ -291,7 +291,7 @@ class PythonHooks : public SavedTensorHooks {
     return group ? id_of(group->ptr(getPyInterpreter())) : SavedTensorHooks::current_task();
   }
 
-  // Torch's older way runs the forward without gradients, and calls it again inside of a node.
+  // Reentrant checkpoints run the forward without gradients, and repeat it inside of a node.
   static bool may_be_reentrant() {
     return !at::GradMode::is_enabled() || torch::autograd::get_current_graph_task_id() >= 0;
   }
@@ -324,9 +324,9 @@ class PythonHooks : public SavedTensorHooks {
   }
 
  private:
-  // Returns the number of a GraphExecGroup of torch's, under which several backwards are one.
+  // Returns the number of a GraphExecGroup of torch, under which several backwards count as one.
   static int64_t id_of(py::handle group) {
-    static int64_t next = int64_t{-1} << 62;  // far from those of SavedTensorHooks
+    static int64_t next = int64_t{-1} << 62;  // far from the ids of SavedTensorHooks
     const py::gil_scoped_acquire gil;
     if (!py::hasattr(group, "_trireme_task")) group.attr("_trireme_task") = next++;
     return group.attr("_trireme_task").cast<int64_t>();

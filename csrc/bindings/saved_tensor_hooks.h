@@ -4,7 +4,7 @@
 
 namespace trireme {
 
-// Lets checkpoints use torch's hooks of Python. Called once, when the module is loaded.
+// Makes checkpoints use torch's Python hooks. Called once, when the module is loaded.
 void use_python_hooks(pybind11::module_& module);
 
 // Clears Python's present exception if it is StopRecomputation; returns whether it was.

@@ -17,7 +17,7 @@ namespace {
 
 namespace py = pybind11;
 
-// Holds the state of one parameter; Python says as text what is no tensor.
+// The state of one parameter; Python passes values that are no tensors as text.
 using State = std::map<std::string, std::variant<at::Tensor, std::string>>;
 
 ArchivedValues archived(const State& state) {

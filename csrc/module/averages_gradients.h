@@ -10,13 +10,13 @@
 namespace trireme {
 
 // A module that averages the gradients of its parameters over ranks (DistributedDataParallel).
-// Whoever averages them as well refuses it.
+// Strategies that average them as well refuse it.
 class TRIREME_API AveragesGradients {
  public:
   virtual ~AveragesGradients() = default;
 };
 
-// Returns the name of the first such module in `module`, which is "" for itself.
+// Returns the name of the first such module in `module`, "" if that is `module` itself.
 inline std::optional<std::string> averaging_module_in(const torch::nn::Module& module) {
   if (dynamic_cast<const AveragesGradients*>(&module) != nullptr) return "";
   for (const auto& item : module.named_modules("", /*include_self=*/false))

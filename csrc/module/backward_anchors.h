@@ -8,11 +8,11 @@
 
 namespace trireme {
 
-// The owner of a remote module asks autograd for gradients of parameters and inputs, and autograd
-// then runs only what leads to these. What sends its gradients elsewhere has no parameters here: a
-// module of another process, rows of a server. So in such a forward each node that stands for one
-// leads to a leaf of its own, an anchor, that is asked for as well. This collects those of the
-// forwards of one thread, as long as it lives.
+// The anchors made in the forwards of one thread, as long as this lives. The owner of a remote
+// module asks autograd for gradients of parameters and inputs, and autograd then runs only the
+// nodes that lead to these. A module of another process, or rows of a server, has no parameters
+// here. So in such a forward its node leads to a leaf of its own, an anchor, for whose gradient the
+// owner asks as well.
 class TRIREME_API BackwardAnchors {
  public:
   BackwardAnchors();

@@ -10,7 +10,7 @@
 namespace trireme {
 namespace {
 
-// Autograd shows of the backward that runs nothing but this member, so the rest is found around it.
+// Returns the running backward, found from the only member of it that autograd shows.
 const torch::autograd::GraphTask* current_backward() {
   using torch::autograd::GraphTask;
   const auto* visited = torch::autograd::get_current_graph_task_exec_info();

@@ -9,14 +9,14 @@
 
 namespace trireme {
 
-// Knows the backward in which it is made, to tell afterwards what ended it. Autograd destroys the
-// end callbacks of a backward that an exception leaves, and says no word of the exception to them.
+// The error of the backward in which this is made, to be read afterwards. Autograd destroys the end
+// callbacks of a backward that an exception leaves, and does not pass the exception to them.
 class TRIREME_API BackwardError {
  public:
   BackwardError();
 
-  // Returns "ValueError: no such file", one line; empty where nothing is known of an error, as
-  // under an engine that compiles. Takes Python's lock. Never throws.
+  // Returns "ValueError: no such file", one line; empty if no error is known, as under an engine
+  // that compiles. Takes Python's lock. Never throws.
   std::string text() const noexcept;
 
  private:

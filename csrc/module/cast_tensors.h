@@ -8,7 +8,7 @@
 
 namespace trireme {
 
-// Brings the floating-point tensors in a value (see for_each_tensor.h) to `dtype`, if it is one;
+// Casts the floating-point tensors in a value (see for_each_tensor.h) to `dtype`, if one is given;
 // autograd sees it.
 template <typename T>
 void cast_tensors(T& value, std::optional<at::ScalarType> dtype) {

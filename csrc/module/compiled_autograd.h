@@ -2,7 +2,7 @@
 
 namespace trireme {
 
-// Answers compiled autograd, which asks every hook how to trace it. Throws NotImplementedError.
+// Throws NotImplementedError for compiled autograd, which asks every hook how to trace it.
 [[noreturn]] void refuse_compiled_autograd();
 
 }  // namespace trireme

@@ -8,8 +8,8 @@
 
 namespace trireme {
 
-// Returns the defined tensors in what a C++ module's forward() returns. Types that
-// for_each_tensor() does not know hold none in its eyes; a reducer then arms at the first
+// Returns the defined tensors in the result of a C++ module's forward(). Types that
+// for_each_tensor() does not know count as without tensors; a reducer then arms at the first
 // parameter's gradient (see grad/arming.h).
 template <typename Output>
 std::vector<at::Tensor> find_tensors(const Output& output) {

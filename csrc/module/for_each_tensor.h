@@ -14,7 +14,7 @@
 
 namespace trireme {
 
-// Tells what the containers that may hold tensors hold, as a tuple of types; nothing for any other
+// The element types of containers that may hold tensors, as a tuple of types; empty for any other
 // type.
 template <typename T>
 struct ElementsOf : std::type_identity<std::tuple<>> {};
@@ -33,7 +33,7 @@ struct ElementsOf<std::map<K, T, C, A>> : std::type_identity<std::tuple<T>> {};
 template <typename K, typename T, typename H, typename E, typename A>
 struct ElementsOf<std::unordered_map<K, T, H, E, A>> : std::type_identity<std::tuple<T>> {};
 
-// Says whether for_each_tensor() finds tensors in values of a type.
+// Whether for_each_tensor() finds tensors in values of a type.
 template <typename T, typename Elements = typename ElementsOf<std::remove_cvref_t<T>>::type>
 inline constexpr bool kHoldsTensors = std::is_same_v<std::remove_cvref_t<T>, at::Tensor>;
 template <typename T, typename First, typename... Rest>

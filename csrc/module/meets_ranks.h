@@ -9,8 +9,8 @@
 
 namespace trireme {
 
-// A module whose forward and backward meet other ranks while it trains (SyncBatchNorm). Whoever
-// runs it on some of these only refuses it: the others would wait.
+// A module whose forward and backward meet other ranks while it trains (SyncBatchNorm). Code that
+// runs it on some of these ranks only refuses it: the others would wait.
 class TRIREME_API MeetsRanks {
  public:
   virtual ~MeetsRanks() = default;
@@ -18,8 +18,8 @@ class TRIREME_API MeetsRanks {
   virtual int64_t ranks_that_meet() const = 0;
 };
 
-// Says of the first module in `module` that trains and meets more ranks than `most` what it is and
-// where, "SyncBatchNormImpl at 'norm'"; empty if there is none.
+// Returns the type and place of the first module in `module` that trains and meets more ranks than
+// `most`, "SyncBatchNormImpl at 'norm'"; empty if there is none.
 TRIREME_API std::string meeting_of_ranks(const torch::nn::Module& module, int64_t most);
 
 }  // namespace trireme

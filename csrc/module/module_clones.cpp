@@ -38,7 +38,7 @@ std::shared_ptr<Module> cloned(const Module& module, c10::Device device) {
   });
   try {
     std::shared_ptr<Module> clone = module.clone(device);
-    // A module in it that cannot be cloned is what reset() has made, on the CPU.
+    // An inner module that cannot be cloned was made by reset(), on the CPU.
     if (clone != nullptr) clone->to(device);
     return clone;
   } catch (const c10::OutOfMemoryError&) {
@@ -154,7 +154,7 @@ void connect(ModuleClones& clones) {
       const at::Tensor& parameter = tensors.parameters[i];
       at::Tensor& leaf = tensors.leaves[replica][i];
       const bool here = leaf.device() == parameter.device();
-      // An alias of sparse gradients, too, which a view is not.
+      // An alias also passes sparse gradients on, unlike a view.
       const at::Tensor value = here ? at::alias(parameter) : parameter.to(leaf.device());
       leaf.set_requires_grad(false);
       if (here) {

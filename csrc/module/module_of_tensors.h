@@ -16,7 +16,7 @@
 
 namespace trireme {
 
-// Is a module whose forward is called with tensors, whatever its types say.
+// A module whose forward is called with tensors, whatever its types say.
 struct ModuleOfTensors {
   std::shared_ptr<torch::nn::Module> module;
   std::function<std::vector<at::Tensor>(std::vector<at::Tensor>)> forward;

@@ -9,10 +9,10 @@
 namespace trireme {
 namespace {
 
-// Says which tensors are registered where, by address. Whoever compares keeps the tensors alive.
+// The registered tensors in order, by address. A caller that compares keeps the tensors alive.
 using Walk = std::vector<const at::TensorImpl*>;
 
-// torch hands out copies of all names; what is protected there may be read through a subclass.
+// torch hands out copies of all names; protected members may be read through a subclass.
 struct Registered : torch::nn::Module {
   static const torch::OrderedDict<std::string, at::Tensor>& of(const torch::nn::Module& module) {
     return module.*(&Registered::parameters_);
@@ -26,13 +26,13 @@ void walk(const torch::nn::Module& module, Walk& found) {
   for (const auto& child : module.children()) walk(*child, found);
 }
 
-// Holds a module as it was, and as it is.
+// A module as it was, and as it is.
 struct Watched {
   explicit Watched(std::shared_ptr<torch::nn::Module> watched) : module(std::move(watched)) {
     walk(*module, known);
   }
 
-  // Says whether there are other tensors than before, in whatever order and under whatever names.
+  // Returns whether there are other tensors than before, regardless of their order and names.
   bool is_changed() {
     met.clear();
     walk(*module, met);

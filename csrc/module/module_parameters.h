@@ -16,17 +16,17 @@ class Module;
 
 namespace trireme {
 
-// Names all parameters of a module, frozen ones too: they may be unfrozen later.
+// All parameters of a module, frozen ones too: they may be unfrozen later.
 struct NamedParameters {
   std::vector<std::string> names;
   std::vector<at::Tensor> tensors;
   std::vector<bool> sparse_gradient;
 };
 
-// Is what a module has when somebody looks.
+// The present state of a module.
 struct ModuleNow {
   NamedParameters parameters;
-  std::vector<std::string> beside;  // what else all ranks must have alike, one line each
+  std::vector<std::string> beside;  // other properties that all ranks must share, one line each
 };
 
 // See [Note: a module that changes] in grad/parameter_changes.h.
@@ -36,7 +36,7 @@ struct ModuleWatch {
   // few forwards, and `thoroughly` in a backward where there is reason to, on the threads that run
   // these.
   std::function<std::optional<ModuleNow>(bool thoroughly)> look;
-  // Says that what look() returned last is what the reducer works with from now on.
+  // Tells the watch that the reducer works with look()'s last result from now on.
   std::function<void()> adopted;
 };
 
@@ -44,8 +44,8 @@ struct ModuleWatch {
 // is registered. Those of Embedding and EmbeddingBag with sparse(true) are marked.
 TRIREME_API NamedParameters named_parameters(const torch::nn::Module& module);
 
-// Tells GradReducer::watch_module() when `module`, which it keeps alive, has other parameters than
-// now. A look walks over the module, without its names: about 20 ns per parameter.
+// Returns a watch for GradReducer::watch_module(): whether `module`, kept alive, has other
+// parameters than now. A look walks over it, without its names: about 20 ns per parameter.
 TRIREME_API ModuleWatch watch_parameters_of(std::shared_ptr<torch::nn::Module> module);
 
 }  // namespace trireme

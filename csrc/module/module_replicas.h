@@ -10,7 +10,7 @@
 
 namespace trireme {
 
-// Holds the tensors of a module and those of its replicas, replica by replica in the same order.
+// The tensors of a module and those of its replicas, replica by replica in the same order.
 //
 // A leaf stands for a parameter (or a buffer that requires a gradient) in a replica: a leaf of
 // autograd of its own, which begins the graph of that replica. Where it is on the device of its

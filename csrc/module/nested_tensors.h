@@ -24,8 +24,8 @@ class PackedSequence;
 
 namespace trireme {
 
-// Says what holds tensors and can neither be cut nor be given to every replica as it is: types of
-// torch's, and containers of references to tensors, or of const ones.
+// Whether a type holds tensors and can neither be cut nor be given to every replica as it is: types
+// of torch's, and containers of references to tensors, or of const ones.
 template <typename T, typename Elements = typename ElementsOf<T>::type>
 inline constexpr bool kCannotBeCut = std::is_same_v<T, torch::nn::utils::rnn::PackedSequence> ||
                                      (kHoldsTensors<T> && !std::is_same_v<T, std::decay_t<T>>);
@@ -35,8 +35,8 @@ template <typename T, typename First, typename... Rest>
 inline constexpr bool kCannotBeCut<T, std::tuple<First, Rest...>> =
     kCannotBeCut<First> || (kCannotBeCut<Rest> || ...);
 
-// Holds the tensors of several values of one type side by side: [value][tensor], in the order in
-// which for_each_tensor() meets them in the first, maps by key.
+// The tensors of several values of one type side by side: [value][tensor], in the order in which
+// for_each_tensor() meets them in the first, maps by key.
 class TRIREME_API TensorsSideBySide {
  public:
   // `describe` names the origin of a value, for messages.

@@ -15,10 +15,10 @@ namespace trireme {
 TRIREME_API void on_gradient(const at::Tensor& output, std::function<void()> arrived);
 
 // Does what on_gradient() does, also if a caller changes `output` in place, and it is a view:
-// autograd then leaves the view's function out, and goes on to its base's. `arrived` may then be
-// called a little late, but before backward comes to anything from which the base was made. A base
-// whose function is older than `first_node` (at::sequence_number::peek() when the module began) is
-// none of the module's and stays unwatched.
+// autograd then skips the view's function, and goes on to its base's. `arrived` may then be called
+// a little late, but before backward comes to anything from which the base was made. A base whose
+// function is older than `first_node` (at::sequence_number::peek() when the module began) is not
+// the module's and stays unwatched.
 TRIREME_API void on_output_gradient(const at::Tensor& output, std::function<void()> arrived,
                                     uint64_t first_node = 0);
 

@@ -27,8 +27,8 @@ bool takes_generator(const c10::FunctionSchema& schema, size_t& place) {
   return false;
 }
 
-// Says whether an operation runs on the CPU, by the device of its tensors, or the one that it was
-// asked for.
+// Returns whether an operation runs on the CPU, by the device of its tensors, or the one that it
+// was asked for.
 bool is_on_cpu(const std::vector<c10::IValue>& stack, size_t arguments) {
   for (size_t i = stack.size() - arguments; i < stack.size(); ++i) {
     if (stack[i].isTensor() && stack[i].toTensor().defined()) return stack[i].toTensor().is_cpu();

@@ -27,10 +27,10 @@ namespace trireme {
 // repeats it with the state of the process's generator, which is not the one that the forward drew
 // from: drawing in a backward throws.
 
-// Holds the random numbers of one forward. Thread-safe.
+// The random numbers of one forward. Thread-safe.
 class TRIREME_API PassRandom {
  public:
-  // Returns what was drawn from the process's generator the first time.
+  // Returns the number that was drawn from the process's generator the first time.
   uint64_t seed();
 
  private:
@@ -38,12 +38,12 @@ class TRIREME_API PassRandom {
   std::optional<uint64_t> seed_;
 };
 
-// While it lives, random operators on the CPU that this thread calls draw for `replica`; in a
+// Makes random operators on the CPU that this thread calls draw for `replica` while it lives; in a
 // backward (`pass` null) they throw NotImplementedError.
 class TRIREME_API ReplicaRandomGuard {
  public:
   ReplicaRandomGuard(PassRandom* pass, size_t replica);
-  // Operators draw from `generator`.
+  // Makes operators draw from `generator`.
   explicit ReplicaRandomGuard(at::Generator generator);
   ~ReplicaRandomGuard();
   ReplicaRandomGuard(const ReplicaRandomGuard&) = delete;
@@ -52,7 +52,7 @@ class TRIREME_API ReplicaRandomGuard {
   // Returns the innermost one of this thread, nullptr outside of replicas.
   static ReplicaRandomGuard* current();
 
-  // Returns what the operators of this thread get. Throws in a backward.
+  // Returns the generator that operators of this thread get. Throws in a backward.
   const at::Generator& generator();
 
  private:

@@ -8,16 +8,16 @@
 
 namespace trireme {
 
-// A module, or a node of a graph, whose backward hands gradients to somebody else than .grad of its
-// parameters: to a table of a server, or to the owner of a remote module. Whoever divides, unscales
-// or clips .grad after a backward does not reach these. Python's modules say so by an attribute
-// `sends_gradients`.
+// A module, or a node of a graph, whose backward passes gradients to another place than .grad of
+// its parameters: to a table of a server, or to the owner of a remote module. Code that divides,
+// unscales or clips .grad after a backward does not reach these. Python's modules say so by an
+// attribute `sends_gradients`.
 class TRIREME_API SendsGradients {
  public:
   virtual ~SendsGradients() = default;
 };
 
-// Says whether a module, or one in it, sends gradients.
+// Returns whether a module, or one in it, sends gradients.
 inline bool sends_gradients(const torch::nn::Module& module) {
   const auto all = module.modules();
   return std::any_of(all.begin(), all.end(), [](const auto& one) {

@@ -158,11 +158,15 @@ void gather_names(std::vector<std::set<std::string>>& names, const CheckpointRan
 // Calls `write` in a phase in which parts may be written.
 template <typename Write>
 void write_parts(const std::vector<HoldsParts*>& holders, const Write& write) {
-  for (HoldsParts* holder : holders) holder->begin_writing();
+  std::vector<HoldsParts*> begun;
   try {
+    for (HoldsParts* holder : holders) {
+      holder->begin_writing();
+      begun.push_back(holder);
+    }
     write();
   } catch (const std::exception& error) {
-    for (HoldsParts* holder : holders) holder->abandon_writing(error.what());
+    for (HoldsParts* holder : begun) holder->abandon_writing(error.what());
     throw;
   }
   for (HoldsParts* holder : holders) holder->end_writing();

@@ -39,12 +39,12 @@ using torch::wrap_pybind_function_no_gil;
 std::optional<std::chrono::milliseconds> milliseconds_of(Timeout timeout) {
   if (!timeout) return std::nullopt;
   const double longest = static_cast<double>(kLongestWait.count());
-  // A part of a millisecond is one: none at all would be over before the call has begun.
+  // Rounds up to whole milliseconds: a wait of 0 would be over before the call has begun.
   return std::chrono::milliseconds(
       static_cast<int64_t>(std::min(std::ceil(*timeout * 1000), longest)));
 }
 
-// Is a call on its way.
+// A call under way.
 class PythonPending {
  public:
   PythonPending(std::shared_ptr<Switchboard> board, PendingCallPtr call)
@@ -68,7 +68,7 @@ class PythonPending {
   PendingCallPtr call_;
 };
 
-// Is a remote module, with values of Python.
+// A remote module that takes and returns Python values.
 class PythonRemoteModule {
  public:
   PythonRemoteModule(const std::shared_ptr<Switchboard>& board, remote::ModuleRequest request)
@@ -116,7 +116,7 @@ class PythonRemoteModule {
   RemoteModule module_;
 };
 
-// Is what Python has of an endpoint.
+// An endpoint as Python sees it.
 class PythonEndpoint {
  public:
   PythonEndpoint(const std::shared_ptr<Communicator>& communicator, const std::string& name,

@@ -14,10 +14,9 @@
 
 // [Note: threads at the end of Python]
 //
-// A thread that wants the GIL while the interpreter ends is unwound by it (up to 3.13), through
-// frames of C++ whose destructors want the GIL again. Such a thread, which serves a call that
-// nobody hears the end of, is stopped where it is until the process is gone: so do newer
-// interpreters.
+// A thread that takes the GIL while the interpreter ends is unwound by it (up to 3.13), through C++
+// frames whose destructors take the GIL again. Such a thread serves a call whose result nobody will
+// get, so it is stopped where it is until the process ends, as newer interpreters do.
 
 namespace trireme::remote {
 namespace {
@@ -33,15 +32,15 @@ auto or_stay_here(const F& function) {
   }
 }
 
-// Keeps the thread state that Python has of this thread: making one takes longer than a small call.
+// Python's state of this thread, kept between calls: making one takes longer than a small call.
 class KeptThreadState {
  public:
   KeptThreadState() : state_(PyGILState_Ensure()), saved_(PyEval_SaveThread()) {}
   ~KeptThreadState() {
     or_stay_here([&] {
       PyEval_RestoreThread(saved_);
-      // What Python keeps for the thread goes while the state is whole: destructors that take the
-      // GIL once more would else end the state a second time (Python 3.11).
+      // Clears the thread's own objects while the state is whole: otherwise destructors that take
+      // the GIL again would end the state a second time (Python 3.11).
       if (PyObject* own = PyThreadState_GetDict()) PyDict_Clear(own);
       PyGILState_Release(state_);
     });
@@ -54,7 +53,7 @@ class KeptThreadState {
   PyThreadState* saved_;
 };
 
-// Runs something with the GIL, on a thread that serves calls.
+// Calls `function` with the GIL, on a thread that serves calls.
 template <typename F>
 auto with_gil(const F& function) {
   return or_stay_here([&] {
@@ -90,7 +89,7 @@ std::shared_ptr<py::object> shared_object(py::object object) {
           }};
 }
 
-// Is a torch.nn.Module.
+// A torch.nn.Module.
 class PythonBody final : public ModuleBody {
  public:
   explicit PythonBody(py::object module) : module_(shared_object(std::move(module))) {}

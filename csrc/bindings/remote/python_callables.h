@@ -11,7 +11,7 @@
 
 namespace trireme::remote {
 
-// Is an object of Python. Any thread may drop it.
+// A Python object. Any thread may drop it.
 class PythonHosted final : public Hosted {
  public:
   explicit PythonHosted(pybind11::object object);
@@ -26,8 +26,8 @@ class PythonHosted final : public Hosted {
 // `callable` is a function, a class, or the function of a method.
 Definition definition_of_python(Definition made, pybind11::object callable);
 
-// Knows exceptions of Python by two functions of it: `raiser(type, module, text, traceback, where)`
-// raises, and `describer(exception)` returns (type, module, text, traceback).
+// Converts Python exceptions by two Python functions: `raiser(type, module, text, traceback,
+// where)` raises, and `describer(exception)` returns (type, module, text, traceback).
 class PythonFailures final : public FailureLanguage {
  public:
   static PythonFailures& of_process();

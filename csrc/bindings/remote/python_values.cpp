@@ -17,7 +17,7 @@ namespace py = pybind11;
 
 py::object* ref_type = nullptr;  // lives as long as the process
 
-// Says where a value is; it is put into words only for an error.
+// The place of a value in its arguments; its text is made only for an error.
 struct Place {
   const Place* outer = nullptr;
   const char* name = nullptr;  // the outermost has one
@@ -72,7 +72,7 @@ Value text_of(py::handle object, const Place& place) {
   return std::string(text, static_cast<size_t>(size));
 }
 
-// Returns what may be a key of a dict; false for anything else.
+// Returns whether an object may be a key of a dict.
 bool is_plain(py::handle object) {
   PyObject* pointer = object.ptr();
   return pointer == Py_None || PyBool_Check(pointer) || PyLong_CheckExact(pointer) ||
@@ -82,7 +82,7 @@ bool is_plain(py::handle object) {
 
 Value value_at(py::handle object, const Place& place);
 
-// Refuses what is nested too deeply, or holds itself, before it is taken apart.
+// Throws for a container that is nested too deeply, or contains itself, before it is converted.
 void check_depth(const Place& place) {
   int depth = 0;
   for (const Place* outer = &place; outer != nullptr; outer = outer->outer) ++depth;
@@ -119,7 +119,7 @@ Dict dict_of(py::handle object, const Place& place) {
   return dict;
 }
 
-// Its own order is not that of the dict below it, once items were moved.
+// Converts an OrderedDict in its own order, which differs from the dict's once items were moved.
 Dict ordered_dict_of(py::handle object, const Place& place) {
   check_depth(place);
   Dict dict;

@@ -3,12 +3,12 @@
 namespace trireme::ps {
 namespace {
 
-// A holder's word: its number, and above that what it has done.
+// The holder's word has worker + 1 in its low bits, and above them what the holder has done.
 constexpr int kDoneShift = 16;
 constexpr uint64_t kWorkerMask = (uint64_t{1} << kDoneShift) - 1;
 int64_t worker_in(uint64_t holder) { return static_cast<int64_t>(holder & kWorkerMask) - 1; }
 
-// Counts this worker among those that a holder wakes.
+// Counts this worker among the waiters that a holder wakes.
 class Waiting {
  public:
   explicit Waiting(BlockLine& line) : line_(line) {

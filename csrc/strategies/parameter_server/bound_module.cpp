@@ -84,7 +84,7 @@ void BoundModule::come_to(Phase phase) {
   parts_.board->ring_all();
 }
 
-// Returns the workers that have come; the others have gone.
+// Waits for all live workers, and returns those that reached the phase; the others are gone.
 std::vector<int64_t> BoundModule::wait_for_all(Phase phase) {
   std::vector<int64_t> come;
   for (int64_t worker = 0; worker < parts_.board->workers(); ++worker) {
@@ -127,7 +127,7 @@ void BoundModule::begin_writing() {
   for (size_t i = 0; i < places_.size(); ++i) parts_.parameters[i].set_data(places_[i].clone());
 }
 
-// Refuses what has another shape or dtype than the table, on this worker and on all others.
+// Refuses a parameter whose shape or dtype is not the table's, on this worker and on all others.
 void BoundModule::check_written() {
   for (size_t i = 0; i < places_.size(); ++i) {
     const at::Tensor& parameter = parts_.parameters[i];

@@ -24,10 +24,10 @@ namespace trireme::ps {
 // does. Between clock() and the next pull() others write; a worker that reads then may see half a
 // step. Python's modules refuse a forward; C++ has no hook for that.
 //
-// Who writes such a parameter otherwise, by torch's own optimizer say, writes those of all workers.
-// Writes in place are seen by their version at the next verb. Writes that are meant go between
-// begin_writing() and end_writing(): each worker then writes a copy of its own, and those of the
-// first worker become everybody's.
+// Any other write to such a parameter, by torch's own optimizer say, changes it for all workers.
+// The next verb notices a write in place by its version. Intended writes go between begin_writing()
+// and end_writing(): each worker then writes a copy of its own, and the first worker's become
+// everybody's.
 
 // Binds parameters to the values of a table. Called by the thread that has the worker's lock.
 class TRIREME_API BoundModule {
@@ -40,30 +40,29 @@ class TRIREME_API BoundModule {
     std::shared_ptr<ClockBoard> board;
     const TableMemory& memory;
   };
-  // From now on the parameters lie in the store. Expects that its values are there.
+  // Moves the parameters into the store, which has to hold its values already.
   explicit BoundModule(Parts parts);
 
-  // Says whether this worker has pulled since its last clock.
+  // Returns whether this worker has pulled since its last clock.
   bool is_readable() const { return is_readable_; }
-  // Throws RuntimeError where a parameter was written in place, or was given other memory. Such a
-  // write is told once.
+  // Throws RuntimeError if a parameter was written in place, or was given other memory. A write in
+  // place is reported once.
   void check_unchanged(std::string_view verb);
   void begin_reading() { is_readable_ = true; }
-  // Counts a write of each parameter, which other workers may do from now on.
+  // Bumps the version of each parameter, since other workers may write it from now on.
   void end_reading();
   // Gives the parameters memory of their own with the values as they are.
   void unbind();
   // Copies the values once more into parameters that were unbound.
   void refresh();
 
-  // See [Note: parameters in the memory of a table]. meet_writers() waits for all workers that are
-  // there, and throws ValueError where they are at different clocks. Once all clocks are applied
-  // begin_writing() follows. end_writing() throws DistBackendError where a worker has left the
-  // writing by an exception.
+  // See [Note: parameters in the memory of a table]. meet_writers() waits for all live workers, and
+  // throws ValueError if they are at different clocks. begin_writing() follows once all clocks are
+  // applied. end_writing() throws DistBackendError if a worker left the writing by an exception.
   void meet_writers();
   void begin_writing();
   void end_writing();
-  // Drops what was written; the others raise. Never throws.
+  // Drops what this worker wrote; the other workers raise. Never throws.
   void abandon_writing(const std::string& reason) noexcept;
   bool is_writing() const { return is_writing_; }
 

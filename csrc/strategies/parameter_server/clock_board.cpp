@@ -24,7 +24,7 @@ using std::chrono::milliseconds;
 constexpr milliseconds kPeersEvery{100};
 constexpr int kTagShift = static_cast<int>(kMostWithBackup);
 
-// Tells the word of a clock from what the same place held 1024 clocks before.
+// Returns the tag that tells a clock's word from the one that its place held 1024 clocks before.
 uint64_t tag_of(uint64_t clock) { return (clock + 1) << kTagShift; }
 uint64_t bit_of(int64_t worker) { return uint64_t{1} << worker; }
 
@@ -56,7 +56,7 @@ WorkerLine& ClockBoard::line(int64_t index) const {
   return reinterpret_cast<WorkerLine*>(memory_ + sizeof(BoardHeader))[index];
 }
 
-// --- who joins; see [Note: workers that join] ----------------------------------------------------
+// --- joining; see [Note: workers that join] ------------------------------------------------------
 
 ClockBoard::ClockBoard(Request request, Joins /*joins*/)
     : keeps_memory_(std::move(request.keeps_memory)),
@@ -94,7 +94,7 @@ int64_t ClockBoard::claim_line() const {
   return static_cast<int64_t>(next);
 }
 
-// Returns the clock of those that are furthest behind; that of the last ones if all are gone.
+// Returns the clock of the slowest live worker; the highest clock if all are gone.
 uint64_t ClockBoard::slowest_clock() const {
   std::optional<uint64_t> slowest;
   uint64_t last = 0;
@@ -134,8 +134,8 @@ void ClockBoard::watch_peers() {
   flag_wait_.emplace(line(own_).bell, plan_.workers + plan_.servers);
 }
 
-// Returns the lines of those whose end matters. Without a server that stands for other hosts nobody
-// can go on; one that has no other hosts is missed only where every loss is to be told.
+// Returns the lines of the processes whose end matters: all workers; servers, if they stand for
+// other hosts, since no worker can go on without, or under kRaise, which reports every loss.
 std::vector<int64_t> ClockBoard::watched() const {
   std::vector<int64_t> lines;
   for (int64_t worker = 0; worker < workers(); ++worker) lines.push_back(worker);
@@ -144,7 +144,7 @@ std::vector<int64_t> ClockBoard::watched() const {
   return lines;
 }
 
-// Begins to watch a process, unless it does already.
+// Begins to watch a process, unless it is watched already.
 void ClockBoard::watch(int64_t index) {
   auto& process = processes_[static_cast<size_t>(index)];
   WorkerLine& one = line(index);
@@ -175,7 +175,7 @@ LineState ClockBoard::state_of(int64_t worker) const {
   return line(worker).state.load(std::memory_order_seq_cst);
 }
 
-// Says whether others go on without a worker of that state.
+// Returns whether others go on without a worker of that state.
 bool ClockBoard::excuses(LineState state) const {
   return state == LineState::kLeft ||
          (has_broken_off(state) && options_.on_worker_loss == WorkerLoss::kContinue);
@@ -210,7 +210,7 @@ bool ClockBoard::close_next() {
     int64_t come = 0;
     uint64_t mask = 0;
     for (int64_t worker = 0; worker < workers(); ++worker) {
-      // Who is seen to be gone has its last clock by then.
+      // Reads this before the clock: the clock of a worker that is gone does not change any more.
       const bool gone = is_gone(worker);
       if (clock_of(worker) > clock) {
         ++come;
@@ -253,7 +253,7 @@ void ClockBoard::leave(LineState state, std::string_view reason) noexcept {
 
 void WorkerLine::leave_word(std::string_view word) noexcept {
   size_t length = std::min(word.size(), reason.size() - 1);
-  // A character of UTF-8 is not cut: what follows its first byte begins with the bits 10.
+  // A character of UTF-8 is not cut: bytes after its first one begin with the bits 10.
   while (length > 0 && length < word.size() && (word[length] & 0xC0) == 0x80) --length;
   std::copy_n(word.begin(), length, reason.begin());
   reason[length] = '\0';
@@ -272,7 +272,7 @@ std::string ClockBoard::name_of(int64_t worker) const {
                   one.is_elsewhere != 0 ? ", on another host)" : ")");
 }
 
-// Notes which processes have ended; says whether one has that nobody had noted.
+// Marks the lines of processes that have ended; returns whether it found one.
 bool ClockBoard::note_ended() {
   bool found = false;
   watch_all();
@@ -284,7 +284,7 @@ bool ClockBoard::note_ended() {
     one.state.compare_exchange_strong(here, LineState::kLost, std::memory_order_seq_cst);
     found = true;
   }
-  // Also for one that was killed between the two stores.
+  // Covers also a worker that was killed between the two stores.
   for (int64_t worker = 0; worker < workers(); ++worker) {
     if (excuses(state_of(worker)) && !is_gone(worker))
       line(worker).awaited.store(WorkerLine::kGone, std::memory_order_seq_cst);
@@ -354,7 +354,7 @@ milliseconds ClockBoard::limit() const {
   return options_.timeout.value_or(group_ == nullptr ? kLongestWait : group_->timeout());
 }
 
-// Names who is furthest behind, but for one that the errand names.
+// Throws, naming the errand's worker, or, if it has none, the slowest one.
 void ClockBoard::refuse_late(const Errand& errand) {
   watch_all();
   int64_t late = errand.worker;
@@ -370,12 +370,12 @@ void ClockBoard::refuse_late(const Errand& errand) {
                              "Look what that worker is doing, or raise the timeout."));
 }
 
-// Looks while this rank sleeps whether waiting makes sense.
+// Checks, while this rank sleeps, whether the wait can still end.
 class ClockBoard::LineWatch final : public shm::Watch {
  public:
   LineWatch(ClockBoard& board, const Errand& errand) : board_(board), errand_(errand) {}
 
-  // These take the lock where the wait lets others have it.
+  // These take the worker's lock, which the wait may have released.
   bool pointless() override {
     if (board_.worker_lock_.is_ended_here()) return true;
     const std::unique_lock turn(board_.worker_lock_);
@@ -427,7 +427,7 @@ bool ClockBoard::wait(const std::atomic<uint64_t>& counter, uint64_t target, con
   }
   const auto counts = wait_times_.count(errand.cause);
   const bool has_come = wait_asleep(counter, target, errand);
-  // What the others have done meanwhile may have been the end.
+  // Another thread may have closed the server meanwhile.
   if (errand.lets_others_in) worker_lock_.check_not_ended(errand.text, where_);
   return has_come;
 }

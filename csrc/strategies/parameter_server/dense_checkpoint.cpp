@@ -12,7 +12,7 @@ int64_t count_blocks(const ParameterInfo& info) {
   return (info.numel + kBlockNumel - 1) / kBlockNumel;
 }
 
-// Returns the number of steps of each block, by that of the row that it begins in.
+// Returns the number of steps of each block: that of the row that it begins in.
 at::Tensor steps_of_blocks(const at::Tensor& steps_by_row, const ParameterInfo& info) {
   const int64_t row = info.numel / info.sizes.front();
   return steps_by_row.index_select(
@@ -29,7 +29,7 @@ at::Tensor steps_of_rows(const at::Tensor& steps, const TableShare& share,
 
 }  // namespace
 
-// A share has its values, its states and the numbers of steps of its blocks, one share after the
+// Each share has its values, its states and the step counts of its blocks, one share after the
 // other.
 size_t DenseCheckpoint::count_share_tensors(int64_t host) const {
   const size_t states = this->states();
@@ -47,8 +47,8 @@ std::vector<at::Tensor> DenseCheckpoint::share_tensors() const {
   return tensors;
 }
 
-// Lists what a checkpoint has of the table, tensor by tensor: its values under kModelTensors;
-// states, and numbers of steps, under kTableTensors.
+// Lists the checkpoint's tensors of the table: values under kModelTensors; states and numbers of
+// steps under kTableTensors.
 CheckpointContent DenseCheckpoint::described(const std::string& prefix) const {
   CheckpointContent content;
   std::vector<CheckpointTensor>& states = content.tensors[kTableTensors];
@@ -132,7 +132,7 @@ CheckpointContent DenseCheckpoint::places(const std::string& prefix) const {
   return content;
 }
 
-// Reads the numbers of steps of tensors that are cut.
+// Reads the numbers of steps of tensors that are cut over hosts.
 void DenseCheckpoint::read_rest(const CheckpointReader& reader) const {
   const std::vector<TableShare>& own = layout_.own_shares;
   for (size_t i = 0; i < own.size(); ++i) {

@@ -14,15 +14,15 @@
 
 namespace trireme::ps {
 
-// Knows what of a dense table lies in a checkpoint; see [Note: a server in a checkpoint] in
-// table_checkpoint.h. Of a tensor whose rows several hosts keep, a block takes the number of steps
-// of the row that it begins in. Made for one use, while all workers stand still.
+// The checkpoint content of a dense table; see [Note: a server in a checkpoint] in
+// table_checkpoint.h. If several hosts keep rows of a tensor, a block takes the number of steps of
+// the row that it begins in. Made for one use, while all workers stand still.
 class DenseCheckpoint {
  public:
   DenseCheckpoint(const DenseSteps& steps, const TableSpec& spec, const TableLayout& layout)
       : steps_(steps), spec_(spec), layout_(layout) {}
 
-  // These are those of Table.
+  // See the functions of Table.
   std::vector<at::Tensor> share_tensors() const;
   size_t count_share_tensors(int64_t host) const;
   CheckpointContent described(const std::string& prefix) const;

@@ -14,10 +14,10 @@
 namespace trireme::ps {
 namespace {
 
-// Sums of so many elements are made at a time, in a buffer that stays in the nearest cache.
+// The number of elements summed at a time, in a buffer that stays in the nearest cache.
 constexpr int64_t kSumNumel = 2048;
 
-// Adds up deposits in their order, from their first element on, into one buffer.
+// The deposits of one block, which are added up in their order into one buffer.
 struct Deposits {
   std::vector<const std::byte*> data;
   at::ScalarType dtype;
@@ -74,7 +74,7 @@ at::Tensor DenseSteps::step_counts(int64_t tensor) const {
                        at::kLong);
 }
 
-// Returns the number of the step that follows.
+// Counts a step of a block and returns its number.
 int64_t DenseSteps::count_step(int64_t block) {
   std::atomic<uint64_t>& steps = memory().block(block).steps;
   const uint64_t number = steps.load(std::memory_order_relaxed) + 1;

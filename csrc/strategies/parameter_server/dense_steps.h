@@ -22,12 +22,12 @@ class TRIREME_API DenseSteps final : public TableSteps {
   // Returns the values, over the store.
   const std::vector<at::Tensor>& values() const { return values_; }
 
-  // Return what belongs to a tensor, in the table's memory: a state, in its shape, and how many
-  // steps each of its blocks has made, as int64.
+  // Return views of the table's memory: a state of a tensor, in its shape, and how many steps each
+  // of its blocks has made, as int64.
   at::Tensor state(int64_t state, int64_t tensor) const;
   at::Tensor step_counts(int64_t tensor) const;
 
-  // bsp: puts `gradients` (one per tensor, or undefined) times `scale` into the half of this clock,
+  // bsp: adds `gradients` (one per tensor, or undefined) times `scale` to the half of this clock,
   // which must be free: bring_to(clock - 1).
   void deposit(const std::vector<at::Tensor>& gradients, double scale);
   void forget_deposit();

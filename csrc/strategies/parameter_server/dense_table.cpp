@@ -80,7 +80,7 @@ void DenseTable::copy_once(const std::vector<at::Tensor>& to) const {
 }
 
 void DenseTable::copy_values(const std::vector<at::Tensor>& to, const RemoteAnswers& answers) {
-  wait_for(answers);  // lets other threads in: nothing is written before
+  wait_for(answers);  // lets other threads in, so nothing is written before
   read_one_clock([&] { copy_once(to); });
   for (const RemoteAnswer& answer : answers) {
     const std::vector<at::Tensor> found = remote()->wait(*answer, errand_of_answer());
@@ -97,7 +97,7 @@ void DenseTable::wait_for(const RemoteAnswers& answers) {
   for (const RemoteAnswer& answer : answers) remote()->wait(*answer, errand_of_answer());
 }
 
-// Asks the other hosts, and waits until all hosts have the clock at which they were asked.
+// Asks the other hosts, and waits until all hosts have reached the clock at which they were asked.
 RemoteAnswers DenseTable::answers_of_one_clock() {
   for (;;) {
     RemoteAnswers answers;
@@ -108,7 +108,7 @@ RemoteAnswers DenseTable::answers_of_one_clock() {
   }
 }
 
-// Asks the other hosts, before this one is waited for.
+// Asks the other hosts for their shares, before it waits for this host's.
 RemoteAnswers DenseTable::ask_others() {
   ShareRequest request;
   request.table = spread().index;
@@ -225,7 +225,7 @@ DenseTable::Gradients DenseTable::gradients_by_name(const NamedTensors& gradient
   return found;
 }
 
-// Returns what belongs to the shares of a host.
+// Returns the gradients of a host's shares, as views.
 DenseTable::Gradients DenseTable::gradients_of(int64_t host, const Gradients& gradients) const {
   Gradients found;
   for (const TableShare& share : layout().shares_of(host)) {
@@ -249,8 +249,8 @@ void DenseTable::push_here(const Gradients& own, double scale, const Errand& err
   is_bsp() ? steps_.deposit(own, scale) : steps_.step_now(own, scale, errand);
 }
 
-// Its place is free. No other thread of this worker comes in between, so that it is of one clock on
-// all hosts.
+// Pushes to all hosts; the place of the push is free. No other thread of this worker comes in
+// between, so that the push is of one clock on all hosts.
 void DenseTable::push_now(const Gradients& gradients, double scale) {
   const Errand errand = this->errand("push");
   if (remote() == nullptr) {
@@ -271,7 +271,7 @@ void DenseTable::push(double scale) {
   require_module("push");
   if (bound_) bound_->check_unchanged("push");
   finish_pushes();
-  // What other threads add to .grad while it waits belongs to this push, too.
+  // Gradients that other threads add to .grad during this wait belong to this push, too.
   wait_to_push();
   const Gradients gradients = take_own_gradients();
   if (begin_push()) push_now(gradients, scale);
@@ -296,7 +296,7 @@ Pending DenseTable::push_or_keep(Gradients gradients, double scale) {
     return {};
   }
   for (at::Tensor& gradient : gradients)
-    if (gradient.defined()) gradient = gradient.clone();  // the caller may write what he gave
+    if (gradient.defined()) gradient = gradient.clone();  // the caller may write its own tensor
   return push_later(
       [this, gradients = std::move(gradients), scale] { push_now(gradients, scale); });
 }
@@ -435,13 +435,13 @@ void DenseTable::note_loaded() {
 void DenseTable::release_module() {
   if (!bound_) return;
   bound_->abandon_writing("it has closed its server");
-  // Whatever follows, the parameters get memory of their own.
+  // The parameters get memory of their own, also if a wait throws.
   const auto let_go = c10::make_scope_exit([this] {
     bound_->unbind();
     bound_.reset();
   });
   if (bound_->is_readable()) return;
-  // A clock that is closed meanwhile may be applied while they are copied; then no further one is,
+  // One more clock may close and be applied while the parameters are copied; a further one cannot,
   // because this worker has not clocked it.
   steps_.bring_to(board().closed(), errand("close"));
   const uint64_t before = steps_.applied();

@@ -18,14 +18,14 @@
 
 namespace trireme::ps {
 
-// Is a table of dense tensors, as one worker sees it. What its verbs return and when they wait is
-// said in parameter_server.h. It lives as long as its server.
+// One worker's view of a table of dense tensors. parameter_server.h says what its verbs return and
+// when they wait. It lives as long as its server.
 //
 // Every verb throws RuntimeError after close() or leave(), on a rank that only serves, and in a
-// forked child; DistBackendError where it waits in vain. What it refuses has changed nothing; a
-// push that waits in vain for a block that another worker holds (ssp, async) may have stepped
-// others. Any thread may call them; what reads or writes the parameters of a module beside them,
-// as a backward does their .grad, has to be ordered by the user.
+// forked child; DistBackendError if it waits in vain. A refused call has changed nothing; a push
+// that waits in vain for a block that another worker holds (ssp, async) may have stepped others.
+// Any thread may call them; the user has to order them with other reads and writes of a module's
+// parameters, such as a backward's of their .grad.
 class TRIREME_API DenseTable final : public Table {
  public:
   struct Parts {
@@ -33,12 +33,12 @@ class TRIREME_API DenseTable final : public Table {
     TablePlan plan;
     std::shared_ptr<HostStore> store;  // the values
     std::shared_ptr<WorkerDesk> desk;
-    bool binds_module = false;  // its parameters lie in the store
+    bool binds_module = false;  // the module's parameters lie in the store
     Spread spread = {};
-    // The table as its user sees it; that of the steps is the share of this host.
+    // The table as its user sees it; the spec of the steps is the share of this host.
     std::shared_ptr<const TableSpec> spec = nullptr;
   };
-  // Is made by the server.
+  // Called by the server.
   explicit DenseTable(Parts parts);
 
   const std::vector<std::string>& tensor_names() const { return spec().names; }
@@ -47,23 +47,24 @@ class TRIREME_API DenseTable final : public Table {
 
   // --- a table made of a module ---
 
-  // Fills its parameters, in place; moves no byte where they lie in the table's memory. Throws
-  // ValueError for a table made of tensors, RuntimeError for a parameter that was written in place.
+  // Fills the module's parameters, in place; moves no byte if they lie in the table's memory.
+  // Throws ValueError for a table made of tensors, RuntimeError for a parameter that was written in
+  // place.
   void pull();
-  // Takes the .grad of its parameters, times `scale`, and leaves them undefined. A parameter
-  // without one is not updated. Throws ValueError for a sparse gradient, or one of another shape or
-  // dtype: it is the parameter's, or fp32.
+  // Pushes the .grad of the parameters, times `scale`, and sets it to undefined. A parameter
+  // without a gradient is not updated. Throws ValueError for a sparse gradient, or one of another
+  // shape or dtype: the dtype is the parameter's, or fp32.
   void push(double scale = 1);
-  // Says whether the parameters lie in the table's memory, and whether they may be read: from
+  // Return whether the parameters lie in the table's memory, and whether they may be read: from
   // pull() until clock().
   bool is_bound() const;
   bool is_readable() const;
 
-  // While the guard lives every worker may write the parameters, all of them the same values:
+  // A guard; while it lives every worker may write the parameters, all of them the same values:
   //   { auto writing = table.writing(); torch::load(net, "net.pt"); }
-  // Collective over the workers that are there, at one clock; those of the first worker count. An
-  // exception that ends it drops what was written, and the others raise. Throws ValueError for a
-  // table that is not bound.
+  // Collective over the live workers, at one clock; the first worker's values count. An exception
+  // that ends it drops what was written, and the other workers raise. Throws ValueError for a table
+  // that is not bound.
   class Writing {
    public:
     explicit Writing(DenseTable& table);
@@ -83,18 +84,18 @@ class TRIREME_API DenseTable final : public Table {
   // --- a table made of tensors; works for one made of a module, too ---
 
   // Returns copies on the CPU, without a graph. With `view` it returns the table's own memory, to
-  // read only: under bsp it is that clock's until clock(), else it changes as others push. Throws
-  // ValueError for a view with backup workers, who may be passed while they read, and where there
-  // are several hosts.
+  // read only: under bsp it holds that clock's values until clock(), else it changes as others
+  // push. Throws ValueError for a view with backup workers, which others may overtake while they
+  // read, and on several hosts.
   NamedTensors pull_tensors(bool view = false);
-  // Takes gradients by name, times `scale`; a name that is missing is not updated. Throws
+  // Pushes gradients by name, times `scale`; a tensor whose name is missing is not updated. Throws
   // ValueError for an unknown name.
   void push_tensors(const NamedTensors& gradients, double scale = 1);
 
-  // These return at once. What need not wait is done by then; the rest is done in wait(), on any
-  // thread: there is none behind it. The result of a pull are the tensors in their order, none for
-  // a module. Gradients are taken at once. Throws RuntimeError from wait() under bsp once clock()
-  // was called.
+  // These return at once. Work that need not wait is done by then; the rest is done in wait(), on
+  // the calling thread: no background thread exists. A pull's result is the tensors in their order,
+  // none for a module. Gradients are taken at once. Under bsp wait() throws RuntimeError for a pull
+  // that was still open when clock() was called.
   Pending pull_async();
   Pending pull_tensors_async(bool view = false);
   Pending push_async(double scale = 1);
@@ -141,7 +142,7 @@ class TRIREME_API DenseTable final : public Table {
   Pending push_or_keep(Gradients gradients, double scale);
 
   std::shared_ptr<HostStore> store_;
-  std::vector<ParameterInfo> infos_;  // describes the tensors that the user sees
+  std::vector<ParameterInfo> infos_;  // the tensors that the user sees
   DenseSteps steps_;
   std::optional<BoundModule> bound_;
 };

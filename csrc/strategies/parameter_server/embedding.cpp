@@ -16,7 +16,7 @@
 namespace trireme::ps {
 namespace {
 
-// Pushes what comes to it. The rows' gradients go nowhere else: an edge that it may have leads to
+// Pushes the gradients that it receives, which go nowhere else: an edge that it may have leads to
 // an anchor, so that an owner's backward runs it.
 class PushRows final : public torch::autograd::Node, public SendsGradients {
  public:
@@ -31,7 +31,7 @@ class PushRows final : public torch::autograd::Node, public SendsGradients {
 
  private:
   std::shared_ptr<SparseTable> table_;
-  at::Tensor ids_;  // a copy, where the user could write his own
+  at::Tensor ids_;  // a copy if the user could write the original
 };
 
 }  // namespace
@@ -39,7 +39,8 @@ class PushRows final : public torch::autograd::Node, public SendsGradients {
 at::Tensor pull_with_gradient(const std::shared_ptr<SparseTable>& table, const at::Tensor& ids,
                               bool create) {
   at::Tensor rows = table->pull(ids.cpu(), create);
-  // Rows get their history before they go to a device, so that the push is the calling thread's.
+  // Rows get their history before they go to a device, so that the thread that calls backward
+  // pushes.
   if (at::GradMode::is_enabled()) {
     torch::autograd::edge_list edges;
     if (const at::Tensor anchor = BackwardAnchors::make(); anchor.defined())

@@ -17,22 +17,22 @@ namespace trireme::ps {
 
 // Pulls rows with a graph: their backward pushes the gradient of each id to the table, so that no
 // parameter has a gradient and no optimizer steps. A backward that runs twice (retain_graph) pushes
-// twice. The push is one of the thread that runs the backward. Where gradients are not recorded it
-// is table.pull(). Throws what pull() and push() throw.
+// twice. The thread that runs the backward pushes. Without grad mode this is table.pull(). Throws
+// what pull() and push() throw.
 TRIREME_API at::Tensor pull_with_gradient(const std::shared_ptr<SparseTable>& table,
                                           const at::Tensor& ids, bool create = true);
 
-// Holds the rows of some ids, each once, and where those of each id of the input are among them.
+// The rows of the distinct ids of an input, and for each id of the input the index of its row.
 struct UniqueRows {
-  at::Tensor rows;    // [ids that differ, dim], in the order in which they come first
+  at::Tensor rows;    // [distinct ids, dim], in the order of first occurrence
   at::Tensor places;  // int64, of the input's shape
 };
 TRIREME_API UniqueRows pull_unique_with_gradient(const std::shared_ptr<SparseTable>& table,
                                                  const at::Tensor& ids, bool create = true);
 
 // Looks rows up in a sparse table, as torch::nn::Embedding does in a parameter; its backward
-// pushes. It has no parameters. In eval mode, ids that have no row make none. Moved to a device, it
-// looks up ids on any.
+// pushes. It has no parameters. In eval mode, ids that have no row make none. It looks up ids on
+// any device.
 //   trireme::ps::Embedding items(server, "items");
 class TRIREME_API EmbeddingImpl : public torch::nn::Module, public SendsGradients {
  public:
@@ -57,7 +57,7 @@ class TRIREME_API EmbeddingBagImpl : public torch::nn::Module, public SendsGradi
                    torch::nn::EmbeddingBagMode mode = torch::kMean)
       : table_(server.shared_sparse(table)), mode_(std::move(mode)) {}
 
-  // Takes what torch::nn::EmbeddingBag takes: ids [bags, ids of a bag], or [ids] with the offsets
+  // Takes torch::nn::EmbeddingBag's arguments: ids [bags, ids of a bag], or [ids] with the offsets
   // at which bags begin; `per_sample_weights` under torch::kSum only. Returns [bags, dim].
   at::Tensor forward(const at::Tensor& ids, const at::Tensor& offsets = {},
                      const at::Tensor& per_sample_weights = {});

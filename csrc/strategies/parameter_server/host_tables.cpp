@@ -21,7 +21,7 @@ bool lies_on_cpu(const TableSpec& table) {
                      [](const at::Tensor& tensor) { return tensor.is_cpu(); });
 }
 
-// Lets messages say what a worker that has died held, as long as the tables are there.
+// Lets messages say what a dead worker held, as long as the tables live.
 void describe_held(const HostTables& made) {
   const std::vector<std::weak_ptr<Table>> tables(made.tables.begin(), made.tables.end());
   made.board->describe_held_by([tables](int64_t worker) {

@@ -16,15 +16,15 @@ class RemoteShares;
 class WorkerDesk;
 class WorkerMeeting;
 
-// Is what one worker, or a rank that serves, has of a server: its line on the board and the tables
-// as it sees them. Called by the thread that has the worker's lock.
+// One worker's, or serving rank's, view of a server: its progress line and its tables. Called by
+// the thread that has the worker's lock.
 struct TRIREME_API HostTables {
   std::shared_ptr<ClockBoard> board;
   std::shared_ptr<WorkerDesk> desk;
   std::shared_ptr<WorkerMeeting> meeting;
   std::vector<std::shared_ptr<Table>> tables;
 
-  // Ends the worker's clock, after what is left of its pushes.
+  // Ends the worker's clock, after its kept pushes.
   void clock();
 };
 
@@ -32,17 +32,17 @@ struct HostTablesRequest {
   std::shared_ptr<const ServerMemory> memory;
   std::shared_ptr<ClockBoard> board;
   bool moves_no_byte = false;  // modules are bound
-  // A worker on several hosts gives the tables of which the memory has shares.
+  // With several hosts: the whole tables, of which the memory has shares.
   std::vector<std::shared_ptr<const TableSpec>> whole = {};
   std::shared_ptr<RemoteShares> remote = nullptr;
 };
 
-// Makes the tables, and lets the board say what a worker that has died held of them.
+// Makes the tables, and lets the board name what a dead worker held of them.
 TRIREME_API HostTables make_host_tables(const HostTablesRequest& request);
-// Lets the first of all workers that are there do `work`, as WorkerMeeting does, once pushes are
-// done and all that is closed is in the values.
+// Lets the first live worker do `work`, as WorkerMeeting does, once pushes are done and all closed
+// clocks are in the values.
 void save_together(const HostTables& tables, const std::function<void()>& work);
-// Makes the store over what a host keeps of a dense table.
+// Makes the store over a host's share of a dense table.
 std::shared_ptr<HostStore> store_of(const ServerMemory& memory, size_t table);
 
 }  // namespace trireme::ps

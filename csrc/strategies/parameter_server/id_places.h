@@ -16,12 +16,12 @@ inline uint64_t hash_of(int64_t id) {
   return x ^ (x >> 31);
 }
 
-// Numbers ids in the order in which they come first. Keeps its memory between uses.
+// Numbers ids in the order of their first occurrence. Keeps its memory between uses.
 class TRIREME_API IdPlaces {
  public:
-  // Forgets all ids, and makes room for so many.
+  // Forgets all ids, and makes room for `most` ids.
   void begin(int64_t most);
-  // Returns the place of an id; it is size() - 1 for one that is new, which `is_new` says.
+  // Returns the place of an id; `is_new` says whether it is new, and its place then size() - 1.
   int64_t place_of(int64_t id, bool& is_new) {
     size_t slot = hash_of(id) & mask_;
     for (; places_[slot] != 0; slot = (slot + 1) & mask_) {

@@ -118,7 +118,7 @@ void ParameterServer::serve() {
     here_.board->check_peers(errand);
   } catch (const std::exception& error) {
     const WorkerLock::Kept turn(here_.board->worker_lock());
-    // Workers of other hosts hear of it, too; that another thread has closed is no failure.
+    // close() tells workers of other hosts this error; a close() by another thread is no error.
     if (!here_.board->worker_lock().is_ended_here()) ended_by_ = what_of(error);
     throw;
   }
@@ -161,10 +161,10 @@ void ParameterServer::save(const std::string& path) {
   TRIREME_TRACE("ps.save");
   const auto turn = here_.desk->enter("save");
   Errand errand{[this] { return c10::str("save at clock ", here_.board->clock()); }, "save"};
-  errand.has_deadline = false;  // whoever saves takes as long as it takes
+  errand.has_deadline = false;  // saving may take any time
   RemoteAnswers answers;
   if (ground_->remote() != nullptr) {
-    // Pushes that are kept come to other hosts before the request to save.
+    // Kept pushes reach other hosts before the request to save.
     for (const auto& table : here_.tables) table->prepare_meeting();
     ShareRequest request;
     request.verb = ShareRequest::Verb::kSave;
@@ -178,7 +178,7 @@ void ParameterServer::save(const std::string& path) {
   for (const RemoteAnswer& answer : answers) ground_->remote()->wait(*answer, errand);
 }
 
-// Returns the shares of all hosts, by table, as answers bring them.
+// Returns the shares of all hosts, by table; waits for the answers of other hosts.
 std::vector<SharesByHost> ParameterServer::shares_by_host(const RemoteAnswers& answers,
                                                           const Errand& errand) {
   std::vector<SharesByHost> shares;
@@ -252,7 +252,7 @@ void ParameterServer::load(const std::string& path) {
   const HostTables* tables = ground_->loader();
   together(ranks, [&] {
     if (tables == nullptr) return;
-    // Says that there is one for all workers, which is read then.
+    // Makes one learning rate hold for all workers, into which the checkpoint's is read then.
     for (const auto& table : tables->tables) table->settle_learning_rate();
     load_tables(path, tables->tables, here_.board->where());
   });
@@ -263,7 +263,8 @@ void ParameterServer::load(const std::string& path) {
   });
 }
 
-// A worker that has joined knows no module.
+// Throws ValueError on a worker that has joined if a table was made of a module: it lacks the
+// buffers.
 void ParameterServer::check_buffers_known() const {
   for (const auto& table : here_.tables)
     TORCH_CHECK_VALUE(!table->spec().has_module_elsewhere,

@@ -13,7 +13,7 @@
 namespace trireme::ps {
 namespace {
 
-// So many values are drawn at a time.
+// The number of values drawn at a time.
 constexpr int64_t kDrawn = 64;
 
 // Returns a number in (0, 1].
@@ -29,7 +29,7 @@ struct TextOf {
   }
 };
 
-// Box and Muller's transform gives two numbers of two.
+// Fills a row; the Box-Muller transform makes two normal numbers of two uniform ones.
 struct Filler {
   uint64_t seed;
   int64_t id;

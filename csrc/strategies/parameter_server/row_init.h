@@ -9,9 +9,9 @@
 
 namespace trireme::ps {
 
-// Say what a row of a sparse table holds before anybody has pushed it. What is drawn is a function
-// of the seed and the row's id alone (Philox 4x32-10, the id being the subsequence): equal for any
-// number of workers, servers and hosts, and any order of asking.
+// The first values of a row of a sparse table. Random ones are a function of the seed and the row's
+// id alone (Philox 4x32-10, the id being the subsequence): equal for any number of workers, servers
+// and hosts, and any order of asking.
 struct Zeros {};
 struct Normal {
   double std = 1;  // the mean is 0
@@ -21,7 +21,7 @@ struct Uniform {
 };
 using RowInit = std::variant<Zeros, Normal, Uniform>;
 
-// Returns what is wrong with it, as "got Normal(std=-1), expected ..."; empty if nothing is.
+// Returns what is wrong with `init`, as "got Normal(std=-1), expected ..."; empty if nothing is.
 TRIREME_API std::string complaint_about(const RowInit& init);
 // Returns "Normal(std=0.01)".
 TRIREME_API std::string to_string(const RowInit& init);

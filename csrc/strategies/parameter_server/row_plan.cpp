@@ -27,7 +27,7 @@ RowPlan make_row_plan(const RowPlanRequest& request) {
   plan.record_bytes = in_lines(plan.states_at + request.states * plan.state_bytes);
 
   const int64_t in_memory = std::max<int64_t>(request.memory_bytes / plan.record_bytes, 1);
-  // A worker that dies while it makes a row leaves a record that nobody finds.
+  // A worker that dies while it makes a row leaves a record that no lookup finds.
   plan.most_rows = std::min(request.rows ? *request.rows + request.workers : in_memory, in_memory);
   // An index is at most half full.
   while (plan.levels == 0 || RowPlan::slots_of(plan.levels - 1) < 2 * plan.most_rows) ++plan.levels;

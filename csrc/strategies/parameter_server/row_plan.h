@@ -12,8 +12,8 @@
 
 namespace trireme::ps {
 
-// Says where in its memory what belongs to a sparse table lies, in bytes from the beginning. It is
-// a value: equal on all ranks.
+// The layout of a sparse table's memory, in bytes from its beginning. It is a value: equal on all
+// ranks.
 //
 //   header | per worker: its line | levels of the index | records of rows | pushes (bsp only)
 //
@@ -36,7 +36,7 @@ struct RowPlan {
   int64_t push_bytes = 0;  // 0 without deposits
   int64_t bytes = 0;
 
-  // Level L of the index has so many slots, which lie behind those of the levels before.
+  // The number of slots of an index level; they lie behind the slots of the levels before.
   static constexpr int64_t kFirstSlots = 1024;
   static constexpr int64_t slots_of(int64_t level) { return kFirstSlots << level; }
   static constexpr int64_t kSlotBytes = 16;
@@ -44,7 +44,7 @@ struct RowPlan {
     return index_at + (slots_of(level) - kFirstSlots) * kSlotBytes;
   }
   int64_t record_at(int64_t row) const { return records_at + row * record_bytes; }
-  // Says how much of the memory is in use before a row is made.
+  // Returns how much of the memory is in use before a row is made.
   int64_t first_bytes() const { return level_at(1); }
 
   bool operator==(const RowPlan&) const = default;
@@ -53,12 +53,12 @@ struct RowPlan {
 struct RowPlanRequest {
   int64_t dim = 1;
   at::ScalarType dtype = at::kFloat;
-  int64_t states = 0;       // how many there are
-  int64_t state_numel = 1;  // elements of one
+  int64_t states = 0;       // number of optimizer states
+  int64_t state_numel = 1;  // elements of one state
   std::optional<int64_t> rows = {};
   int64_t workers = 1;
   bool deposits = false;
-  int64_t memory_bytes = 0;  // the machine's: nobody needs addresses for more
+  int64_t memory_bytes = 0;  // the machine's: addresses for more are not needed
 };
 
 TRIREME_API RowPlan make_row_plan(const RowPlanRequest& request);
@@ -68,9 +68,9 @@ TRIREME_API RowPlan make_row_plan(const RowPlanRequest& request);
 struct alignas(64) RowsHeader {
   static constexpr size_t kTornKept = 16;
 
-  std::atomic<uint64_t> claimed;  // records that are in use or were begun
+  std::atomic<uint64_t> claimed;  // records in use or begun
   std::atomic<uint64_t> records_reserved;
-  std::atomic<uint64_t> level;                           // the one of the index that has all rows
+  std::atomic<uint64_t> level;                           // the index level that has all rows
   std::atomic<uint64_t> push_bytes;                      // claimed by workers
   std::atomic<uint64_t> other_bytes;                     // reserved for index and pushes
   std::atomic<uint32_t> waiters;                         // for rows
@@ -78,15 +78,15 @@ struct alignas(64) RowsHeader {
   std::array<std::atomic<int64_t>, kTornKept> torn_ids;  // the last ones
 };
 
-// Says where the row of an id is. The id is there before the row is.
+// The place of an id's row. The id is written before the row.
 struct IndexSlot {
   std::atomic<uint64_t> row;  // row + 1; 0: no row
   std::atomic<int64_t> id;
 };
 static_assert(sizeof(IndexSlot) == RowPlan::kSlotBytes);
 
-// Is the beginning of a record; values and states follow. `word` is version * 2^kVersionShift +
-// kMade + worker + 1 of its holder (0: nobody). The version counts writes.
+// The beginning of a record; values and states follow. `word` is version * 2^kVersionShift + kMade
+// + worker + 1 of its holder (0: no holder). The version counts writes.
 struct RowRecord {
   static constexpr uint64_t kHolderMask = (uint64_t{1} << 16) - 1;
   static constexpr uint64_t kMade = uint64_t{1} << 16;
@@ -98,8 +98,8 @@ struct RowRecord {
   uint64_t unused;
 };
 
-// Is where a worker keeps what it pushes in one clock (bsp): a list of pushes in extents of memory,
-// each at least as large as all before it.
+// A worker's pushes of one clock (bsp): a list of them in extents of memory, each at least as large
+// as all before it.
 struct PushHalf {
   static constexpr size_t kExtents = 40;
   struct Extent {
@@ -111,15 +111,15 @@ struct PushHalf {
   uint64_t pushes;
   int64_t first;    // where the first push lies
   int64_t last;     // where the last one does
-  uint64_t extent;  // the one that is filled
-  int64_t used;     // bytes of that
+  uint64_t extent;  // the one being filled
+  int64_t used;     // bytes used of that extent
   uint64_t extents;
   std::array<Extent, kExtents> memory;
 };
 
-// Is written by one worker.
+// The line that one worker writes.
 struct alignas(64) RowLine {
-  std::atomic<uint64_t> holding;  // row + 1 of the one that it steps
+  std::atomic<uint64_t> holding;  // row + 1 of the row that it steps
   std::array<PushHalf, 2> halves;
 };
 

@@ -21,7 +21,8 @@
 namespace trireme::ps {
 namespace {
 
-// So many ids are looked up side by side: while the memory of one is on its way, others are asked.
+// The number of ids looked up side by side: while the memory of one is on its way, others are
+// prefetched.
 constexpr int64_t kSideBySide = 16;
 
 constexpr int kLooksBeforeSleep = 200;
@@ -116,7 +117,7 @@ void RowStore::find(const int64_t* ids, int64_t count, int64_t* rows) const {
         rows[i] = look_up(ids[i], at_level);
         any_missing = any_missing || rows[i] == kNone;
       }
-      // What an index lacks may be in the one that has taken its place meanwhile.
+      // A missing row may be in a next level that was published meanwhile.
       const uint64_t now = header().level.load(std::memory_order_acquire);
       if (!any_missing || now == level) break;
       level = now;
@@ -124,7 +125,7 @@ void RowStore::find(const int64_t* ids, int64_t count, int64_t* rows) const {
   }
 }
 
-// Writes a row into an index where it is not yet.
+// Writes a row into an index that does not have it yet.
 void RowStore::put(int64_t row, int64_t level) const {
   const int64_t id = record(row).id;
   IndexSlot* slots = slots_of(level);
@@ -171,7 +172,7 @@ int64_t RowStore::add(int64_t id, const Errand& errand) {
   return row;
 }
 
-// Says of the last row that it is made, where its maker has died before he could.
+// Marks the last row as made if its maker died after it published the row and before it marked it.
 void RowStore::finish_for_the_dead() const {
   const auto rows = static_cast<int64_t>(header().claimed.load(std::memory_order_relaxed));
   if (rows == 0) return;
@@ -274,7 +275,7 @@ void RowStore::take(int64_t row, const Errand& errand) const {
     if (is_free || is_lost(now)) {
       if (word.compare_exchange_weak(now, (now & ~RowRecord::kHolderMask) | me(),
                                      std::memory_order_acquire, std::memory_order_relaxed)) {
-        // Who reads sees what is written from here on only with the holder in the word.
+        // A reader that sees a write from here on also sees the holder in the word.
         std::atomic_thread_fence(std::memory_order_release);
         if (!is_free) note_torn(record(row).id);
         return;
@@ -331,7 +332,7 @@ int64_t RowStore::claim_push_memory(PushHalf& half, int64_t bytes, const Errand&
   }
   if (half.extent == half.extents) {
     if (half.extents == PushHalf::kExtents) refuse_memory("another push of this clock", errand);
-    // What could not be reserved the last time is still this worker's.
+    // An extent that could not be reserved the last time is still this worker's.
     PushHalf::Extent& next = half.memory[half.extents];
     if (next.bytes < bytes) {
       int64_t has = 0;

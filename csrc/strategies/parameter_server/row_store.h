@@ -22,22 +22,22 @@ namespace trireme::ps {
 // [Note: how rows come into being]
 //
 // An index of open addressing, in memory of the host, says where the record of an id lies. Looking
-// up takes no lock. Who makes rows holds one line for the index (BlockLock): it fills a record and
-// publishes it by one store, so that whoever sees it sees it whole. An index that is half full is
-// copied into the next level, twice as large, which is published likewise; who still looks at the
-// old one misses what is newer, and then looks again. A worker that dies while it makes a row
-// leaves a record that nobody finds; one that dies while it copies the index leaves a level that is
-// made again.
+// up takes no lock. A worker that makes rows holds one line for the index (BlockLock): it fills a
+// record and publishes it by one store, so that other workers see all of it or nothing. An index
+// that is half full is copied into the next level, twice as large, which is published likewise; a
+// worker that still looks at the old level misses newer rows, and then looks again. A worker that
+// dies while it makes a row leaves a record that no lookup finds; one that dies while it copies the
+// index leaves a level that is made again.
 //
 // [Note: a row is never a mixture of two states]
 //
-// A row has a word: a version, and who holds it. Who steps a row takes the word by
-// compare-and-swap, and gives it back with the next version. Who reads looks at the word, copies,
-// and looks again; where it has changed it copies once more, and takes the row like a writer when
-// that goes on. ThreadSanitizer knows nothing of such reads, so there every reader takes the row.
-// Under bsp nobody takes rows: a clock is applied when nobody reads.
+// A row has a word: a version, and its holder. A worker that steps a row takes the word by
+// compare-and-swap, and stores it with the next version. A reader loads the word, copies, and loads
+// it again; if it has changed, it copies once more, and after some tries takes the row like a
+// writer. ThreadSanitizer knows nothing of such reads, so there every reader takes the row. Under
+// bsp no worker takes rows: a clock is applied when no worker reads.
 
-// Holds what rows consist of, one tensor each, whose first dimension counts rows.
+// The columns of rows, one tensor each, whose first dimension counts rows.
 struct RowColumns {
   at::Tensor ids;     // int64
   at::Tensor values;  // [rows, dim]
@@ -45,8 +45,8 @@ struct RowColumns {
   std::vector<at::Tensor> states;
 };
 
-// Keeps the rows of a sparse table. Called by the thread that has the worker's lock, but for what
-// is const and neither makes nor takes a row: a row knows the worker that holds it, not the thread.
+// Keeps the rows of a sparse table. Called by the thread that has the worker's lock, but for const
+// functions that take no row: a row knows the worker that holds it, not the thread.
 class TRIREME_API RowStore {
  public:
   struct Parts {
@@ -58,24 +58,24 @@ class TRIREME_API RowStore {
   };
   static constexpr int64_t kNone = -1;
 
-  // `index_line` is who makes rows.
+  // `index_line`: its holder makes rows.
   RowStore(Parts parts, RowPlan plan, BlockLine& index_line);
 
   const RowPlan& plan() const { return plan_; }
   // Sets rows[i] to the row of ids[i], or to kNone.
   void find(const int64_t* ids, int64_t count, int64_t* rows) const;
-  // Makes those that are kNone, with their first values. Throws DistBackendError where there is no
-  // memory; those before are made.
+  // Makes the rows that are kNone, with their first values. Throws DistBackendError if there is no
+  // memory; the rows before are made.
   void make(const int64_t* ids, int64_t count, int64_t* rows, const Errand& errand);
 
-  // Ask the processor for a row that is read, or stepped, soon: some dozens at a time fit into the
-  // nearest cache.
+  // Prefetch a row that is read, or stepped, soon: some dozens at a time fit into the nearest
+  // cache.
   void fetch_values(int64_t row) const { fetch(row, plan_.states_at); }
   void fetch_record(int64_t row) const { fetch(row, plan_.record_bytes); }
 
   Span values(int64_t row) const;
   std::byte* state(int64_t row, int64_t state) const;
-  // Returns the number of the optimizer's next step of the row; of who holds it.
+  // Counts a step of the row, which this worker holds, and returns its number.
   int64_t count_step(int64_t row) const;
 
   // Copies the values of a row as one of its steps has left them.
@@ -84,11 +84,11 @@ class TRIREME_API RowStore {
   void take(int64_t row, const Errand& errand) const;
   void let_go(int64_t row) const;
 
-  // Returns where a worker keeps what it pushes in a clock; at() finds what it says of places.
+  // Returns a worker's pushes of a clock; at() turns their offsets into addresses.
   PushHalf& half(int64_t worker, uint64_t clock) const { return line(worker).halves[clock & 1]; }
   std::byte* at(int64_t offset) const { return memory_ + offset; }
-  // Returns where `bytes` in a row lie, for a push of this worker. Throws DistBackendError where
-  // there is no memory.
+  // Returns the offset of `bytes` adjacent bytes for a push of this worker. Throws DistBackendError
+  // if there is no memory.
   int64_t claim_push_memory(PushHalf& half, int64_t bytes, const Errand& errand) const;
 
   // Returns how many rows there are. Cost: one look at each.
@@ -96,19 +96,19 @@ class TRIREME_API RowStore {
   // Returns their ids, ascending.
   std::vector<int64_t> ids() const;
   int64_t memory_bytes() const;
-  // Returns how many there are, without looking at them: those that a worker died in are among
-  // them.
+  // Returns the number of records without a look at them: rows that a worker died in while it made
+  // them are counted, too.
   int64_t count_claimed() const {
     return static_cast<int64_t>(header().claimed.load(std::memory_order_acquire));
   }
 
-  // These are for when all workers stand still. columns() lie in the records, in the order in which
-  // rows were made (they are copies where a worker has died while it made one); clear() forgets all
+  // These are called while all workers stand still. columns() returns views of the records, in the
+  // order in which rows were made (copies if a worker died while it made one); clear() forgets all
   // rows.
   RowColumns columns() const;
   void clear();
 
-  // These are as those of TableSteps.
+  // See the functions of TableSteps.
   std::string held_by(int64_t worker) const;
   int64_t count_torn(std::vector<std::string>& names) const;
 

@@ -10,30 +10,30 @@
 
 namespace trireme::ps {
 
-// Adds up rows by their id, each in the order in which they come. Rows of an id that comes once are
-// not copied, so they must stay as they are. Keeps its memory between uses.
+// Sums rows by id, in the order in which they come. The row of an id that comes once is not copied,
+// so it must stay as it is. Keeps its memory between uses.
 class TRIREME_API RowSums {
  public:
-  // `dim`: elements of a row. Sums are made in fp32, in fp64 for fp64 (`computed`).
+  // `dim`: elements of a row. `computed`: the dtype of sums, fp32, or fp64 for fp64.
   RowSums(int64_t dim, at::ScalarType computed) : dim_(dim), computed_(computed) {}
 
-  // Forgets all rows, and makes room for ids of so many.
+  // Forgets all rows, and makes room for `most` ids.
   void begin(int64_t most);
-  // Returns the place of the id.
+  // Adds a row to the sum of its id, and returns the id's place.
   int64_t add(int64_t id, ConstSpan row);
-  // Makes the sum of an id a row of its own, which may be written, and returns it.
+  // Returns the sum of an id as memory of its own, which may be written.
   Span own(int64_t place);
 
   int64_t size() const { return places_.size(); }
   const std::vector<int64_t>& ids() const { return places_.ids(); }
   int64_t id(int64_t place) const { return places_.ids()[static_cast<size_t>(place)]; }
-  // Returns the sum of an id, numbered in the order in which they came first.
+  // Returns the sum of an id; ids are numbered in the order of first occurrence.
   ConstSpan row(int64_t place) const;
 
  private:
   struct Row {
-    ConstSpan once;    // while it has come once
-    int64_t sum = -1;  // else where its sum lies
+    ConstSpan once;    // the only row, if the id has come once
+    int64_t sum = -1;  // else the index of its sum
   };
 
   std::byte* sum_at(int64_t index) const;

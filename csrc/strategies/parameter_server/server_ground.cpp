@@ -22,7 +22,7 @@
 namespace trireme::ps {
 namespace {
 
-// So many workers may join a server.
+// The most workers that may join a server.
 constexpr int64_t kMostJoined = 64;
 
 BoardPlan plan_board(const HostRanks& ranks, const Options& options) {
@@ -35,8 +35,8 @@ BoardPlan plan_board(const HostRanks& ranks, const Options& options) {
   return plan;
 }
 
-// Returns the line of this rank: workers come first, servers of its host behind those that may
-// join.
+// Returns the line of a rank: workers come first, then workers that may join, then servers of this
+// host.
 int64_t line_of(const HostRanks& ranks, const BoardPlan& plan, int64_t rank) {
   const std::vector<int64_t>& workers = ranks.roles.workers;
   const auto worker = std::find(workers.begin(), workers.end(), rank);
@@ -45,16 +45,17 @@ int64_t line_of(const HostRanks& ranks, const BoardPlan& plan, int64_t rank) {
   return plan.most_workers + (std::find(servers.begin(), servers.end(), rank) - servers.begin());
 }
 
-// All ranks take the same number for a server: one that none of them has used.
+// The number of servers made so far. All ranks take the same number for a server, the highest of
+// any rank's, which none of them has used.
 std::atomic<int64_t> servers_made{0};
 
 }  // namespace
 
-// Is what ranks tell each other before they plan.
+// A rank's contribution to the exchange before ranks plan their memory.
 struct ServerGround::Introduction {
   int64_t machine_bytes = 0;
   int64_t pid = 0;
-  int64_t servers = 0;  // that it has made so far
+  int64_t servers = 0;  // made so far by this rank
 };
 
 std::vector<ServerGround::Introduction> ServerGround::introduce(Communicator& communicator) {
@@ -130,7 +131,7 @@ ServerGround::ServerGround(const Invitation& invitation)
 
 ServerGround::~ServerGround() {
   if (box_ == nullptr || here_.desk == nullptr || !here_.desk->is_forked()) return;
-  // Threads stayed with the parent.
+  // In a forked child the threads are missing, so nothing can be joined: this leaks.
   static_cast<void>(new std::shared_ptr<MessageBox>(box_));
   static_cast<void>(shares_.release());
 }
@@ -146,7 +147,7 @@ ServerPlan ServerGround::plan_of(const std::vector<TableSpec>& tables, const Opt
   return {std::move(shares), std::move(layouts), options, lines, machine_bytes};
 }
 
-// Makes what this rank sends to servers of other hosts, or does for workers there.
+// Makes this rank's link to other hosts: RemoteShares on a worker, a ShareServer on a serving rank.
 void ServerGround::reach_other_hosts(const std::shared_ptr<ClockBoard>& board,
                                      const std::vector<Introduction>& all) {
   const RankOf where = board->where();
@@ -175,7 +176,7 @@ void ServerGround::reach_other_hosts(const std::shared_ptr<ClockBoard>& board,
       std::make_unique<ShareServer>(ShareServer::Parts{box_, memory_, where}, options, workers);
 }
 
-// Makes the tables as this rank sees them.
+// Makes this rank's view of the tables.
 void ServerGround::make_tables(const std::shared_ptr<ClockBoard>& board, bool moves_no_byte,
                                std::vector<TableSpec> whole) {
   HostTablesRequest request;
@@ -189,7 +190,7 @@ void ServerGround::make_tables(const std::shared_ptr<ClockBoard>& board, bool mo
   here_ = make_host_tables(request);
 }
 
-// Writes those of worker 0 into the memory of each host.
+// Writes worker 0's values into the memory of each host.
 void ServerGround::write_first_values(const std::vector<TableSpec>& tables) const {
   const at::NoGradGuard no_grad;
   const int64_t source = ranks_.roles.workers.front();
@@ -209,7 +210,7 @@ void ServerGround::write_first_values(const std::vector<TableSpec>& tables) cons
   }
 }
 
-// Returns worker 0's tensor on every rank that asks for it, where there are several hosts.
+// Returns worker 0's tensor on all ranks (collective); on one host a rank's own.
 at::Tensor ServerGround::first_values(const at::Tensor& own, int64_t source) const {
   if (ranks_.count() == 1) return own;
   const at::Tensor values = resolved(own.detach().to(at::kCPU)).contiguous().clone();
@@ -217,7 +218,7 @@ at::Tensor ServerGround::first_values(const at::Tensor& own, int64_t source) con
   return values;
 }
 
-// Returns the tables by which this rank loads the share of its host; null where another rank does.
+// Returns the tables by which this rank loads the share of its host; null if another rank loads it.
 const HostTables* ServerGround::loader() const {
   const std::vector<int64_t>& workers = ranks_.roles.workers;
   for (const int64_t rank : workers)

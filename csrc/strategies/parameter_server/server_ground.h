@@ -17,14 +17,14 @@
 
 namespace trireme::ps {
 
-// Is what a server stands on, on one rank: which ranks are where, the memory of the host, the
-// tables as this rank sees them, and the ways to other hosts.
+// The per-rank state of a server: rank layout, host memory, this rank's view of the tables, links
+// to other hosts.
 class TRIREME_API ServerGround {
  public:
   // Collective; throws what ParameterServer's constructor does.
   ServerGround(std::shared_ptr<Communicator> communicator, std::vector<TableSpec> tables,
                const Options& options);
-  // Takes part in a server of this host as one more worker.
+  // Joins a server of this host as one more worker.
   explicit ServerGround(const Invitation& invitation);
   ~ServerGround();
   ServerGround(const ServerGround&) = delete;
@@ -35,12 +35,12 @@ class TRIREME_API ServerGround {
   const HostRanks& ranks() const { return ranks_; }
   const ServerMemory& memory() const { return *memory_; }
   const HostTables& here() const { return here_; }
-  // Returns what reaches the servers of other hosts, and what serves the workers there; null on one
-  // host, and the latter on a rank that works.
+  // Return the links to other hosts: a worker's to their servers, a serving rank's to their
+  // workers. Null on one host, and on a rank of the other kind.
   RemoteShares* remote() const { return remote_.get(); }
   ShareServer* shares() const { return shares_.get(); }
-  // Returns the tables by which this rank loads the share of its host; null where another rank
-  // does.
+  // Returns the tables by which this rank loads the share of its host; null if another rank loads
+  // it.
   const HostTables* loader() const;
 
  private:

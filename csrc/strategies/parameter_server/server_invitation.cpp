@@ -22,7 +22,7 @@ using Json = nlohmann::ordered_json;
 
 constexpr const char* kNextStep = "Pass the Store in which a server's accept() has left it.";
 
-// Two builds that agree in this have the same memory.
+// Returns a text that is equal for builds with the same memory layout.
 std::string layout() {
   return c10::str(kVersion, ", torch ", kTorchVersion, ", ", sizeof(BoardHeader), "/",
                   sizeof(WorkerLine), "/", sizeof(BlockLine), "/", sizeof(RowLine));
@@ -109,7 +109,7 @@ TableSpec table_of(const Json& json) {
   if (!json.at("rows").is_null()) table.rows = rows_of(json.at("rows"));
   for (const Json& tensor : json.at("tensors")) {
     table.names.push_back(tensor.at(0).get<std::string>());
-    // Only its shape is asked for: values lie in the table's memory.
+    // Only the shape is needed: values lie in the table's memory.
     table.tensors.push_back(at::empty(
         tensor.at(2).get<std::vector<int64_t>>(),
         at::device(at::kMeta).dtype(static_cast<at::ScalarType>(tensor.at(1).get<int>()))));

@@ -21,7 +21,7 @@
 namespace trireme::ps {
 namespace {
 
-// Begins the text of a rank that cannot have the memory.
+// The first character of the text of a rank that cannot get the memory.
 constexpr char kWhyNot = '!';
 
 RowPlan plan_rows(const TableSpec& table, const ServerPlan& plan) {
@@ -134,8 +134,8 @@ std::string ServerMemory::open_all(const std::vector<std::string>& addresses) {
   return {};
 }
 
-// Reserves one of the equal parts of what all share, so that its pages lie near this rank, and on
-// the first rank what all look at.
+// Reserves one of the equal parts of the shared memory, so that its pages lie near this rank, and
+// on the first rank the board, headers and lines that all ranks read.
 std::string ServerMemory::reserve_part(int64_t part, int64_t parts, bool is_first) const {
   std::string why_not;
   const auto reserve = [&](size_t segment, int64_t begin, int64_t end) {

@@ -13,7 +13,7 @@
 namespace trireme::ps {
 namespace {
 
-// So many rows are asked for before they are stepped.
+// The number of rows prefetched before they are stepped.
 constexpr int64_t kAhead = 8;
 
 }  // namespace
@@ -31,12 +31,12 @@ void SparseSteps::find_or_make(const int64_t* ids, int64_t count, const Errand& 
   rows_.make(ids, count, found_.data(), errand);
 }
 
-// The row is held, or nobody else can step it.
+// Steps a row that this worker holds, or that no other worker can step.
 void SparseSteps::step_row(int64_t row, ConstSpan gradient, double lr, double scale) {
   const Span values = rows_.values(row);
   OptimizerSegment segment;
   segment.param = values.data;
-  segment.grad = const_cast<void*>(gradient.data);  // no step of a spec writes it
+  segment.grad = const_cast<void*>(gradient.data);  // no optimizer step writes the gradient
   segment.numel = values.numel;
   set_states(segment, spec().optimizer, [&](int64_t state) { return rows_.state(row, state); });
   step_segment(spec().optimizer, segment, {values.dtype, gradient.dtype},
@@ -138,7 +138,7 @@ void SparseSteps::step_block(int64_t share, const ClockStep& step) {
       add_share(*first, share, sums_);
       continue;
     }
-    // Pushes of one worker are added up before they meet those of others.
+    // One worker's pushes are summed before they are added to those of other workers.
     own_.begin(most_of(first));
     for (const Kept* kept = first; kept != nullptr; kept = after(kept))
       add_share(*kept, share, own_);

@@ -12,13 +12,14 @@
 
 namespace trireme::ps {
 
-// Steps the rows of a sparse table with what workers push. Under bsp a push is kept by shares: row
-// r belongs to share r mod kShares, and who applies a clock takes shares as others take blocks.
+// Steps the rows of a sparse table with the gradients that workers push. Under bsp a push is kept
+// by shares: row r belongs to share r mod kShares, and the workers that apply a clock divide shares
+// as those of a dense table divide blocks.
 class TRIREME_API SparseSteps final : public TableSteps {
  public:
   static constexpr int64_t kShares = 64;
 
-  // The plan is that of make_sparse_table_plan(); the rows' memory is their own.
+  // `plan`: of make_sparse_table_plan(); the rows have memory of their own.
   SparseSteps(Parts parts, TablePlan plan, RowStore::Parts rows, RowPlan row_plan);
 
   RowStore& rows() { return rows_; }
@@ -26,20 +27,21 @@ class TRIREME_API SparseSteps final : public TableSteps {
   // Returns the dtype that gradients are added in.
   at::ScalarType computed() const { return computed_; }
 
-  // bsp: keeps `pushed`, times `scale`, for this clock, whose place must be free:
+  // bsp: keeps `pushed`, times `scale`, in the half of this clock, which must be free:
   // bring_to(clock - 1).
   void deposit(const RowSums& pushed, double scale, const Errand& errand);
   void forget_deposit();
-  // ssp and async: steps each of the rows. An exception of a wait leaves those before it stepped.
+  // ssp and async: steps each of the rows. An exception of a wait leaves the rows before it
+  // stepped.
   void step_now(const RowSums& pushed, double scale, const Errand& errand);
 
   std::string held_by(int64_t worker) const override;
   int64_t count_torn(std::vector<std::string>& names) const override;
 
  private:
-  // Is the beginning of a push that is kept. Rows and gradients follow, share by share.
+  // The beginning of a kept push. Rows and gradients follow, share by share.
   struct Kept {
-    int64_t next;  // where the next push of that half lies; 0: nowhere
+    int64_t next;  // offset of the half's next push; 0: none
     int64_t count;
     std::array<int64_t, kShares + 1> begins;
   };
@@ -53,9 +55,9 @@ class TRIREME_API SparseSteps final : public TableSteps {
 
   RowStore rows_;
   at::ScalarType computed_;
-  std::vector<int64_t> found_;  // rows of the push in hand
-  RowSums sums_;                // adds up a share over workers
-  RowSums own_;                 // adds up what one worker pushed of a share
+  std::vector<int64_t> found_;  // rows of the current push
+  RowSums sums_;                // sums of a share over workers
+  RowSums own_;                 // sums of one worker's pushes of a share
 };
 
 }  // namespace trireme::ps

@@ -63,7 +63,7 @@ SparseTable::PlacesByHost SparseTable::places_by_host(const at::Tensor& ids) con
   return tensors;
 }
 
-// Asks the other hosts, before this one is waited for.
+// Asks the other hosts for their rows, before it waits for this host's.
 SparseTable::Asked SparseTable::ask_others(const at::Tensor& ids, bool create) {
   Asked asked;
   if (remote() == nullptr) return asked;
@@ -220,7 +220,8 @@ Pending SparseTable::pull_async(const at::Tensor& ids, bool create) {
 
 // --- saving --------------------------------------------------------------------------------------
 
-// Lists what a checkpoint has of a table with so many rows: columns, and the learning rate.
+// Lists the checkpoint's tensors of a table with that number of rows: columns, and the learning
+// rate.
 std::vector<CheckpointTensor> SparseTable::described(int64_t rows) const {
   std::vector<CheckpointTensor> columns;
   const RowColumns own = steps_.rows().columns();
@@ -276,7 +277,7 @@ CheckpointContent SparseTable::places(const std::string& prefix) const {
   return content;
 }
 
-// On several hosts, reads a column at a time, and keeps the rows of this one.
+// On several hosts, reads a column at a time, and keeps the rows of this host.
 void SparseTable::read_rest(const CheckpointReader& reader) {
   if (layout().hosts == 1) return;
   const at::Tensor ids = saved_ids(reader);
@@ -343,8 +344,8 @@ void SparseTable::push_here(const at::Tensor& ids, const at::Tensor& gradients, 
   is_bsp() ? steps_.deposit(pushed_, scale, errand) : steps_.step_now(pushed_, scale, errand);
 }
 
-// Its place is free. No other thread of this worker comes in between, so that it is of one clock on
-// all hosts.
+// Pushes to all hosts; the place of the push is free. No other thread of this worker comes in
+// between, so that the push is of one clock on all hosts.
 void SparseTable::push_now(const at::Tensor& ids, const at::Tensor& gradients, double scale) {
   const Errand errand = this->errand("push");
   desk().counts().bytes_pushed += static_cast<int64_t>(gradients.nbytes());

@@ -14,19 +14,18 @@
 
 namespace trireme::ps {
 
-// Is a table of rows by id, as one worker sees it. When its verbs wait is said in
-// parameter_server.h.
+// One worker's view of a table of rows by id. parameter_server.h says when its verbs wait.
 //
 // Ids are int64 or int32, of any shape and device; rows come and go on that device. A row begins as
 // a function of the table's seed and its id (RowInit), and comes into being when it is first pulled
 // or pushed. A row that is pulled is never a mixture of two states. A row has its own optimizer
-// state and its own number of steps: what is not pushed does not move. (torch.optim.SparseAdam has
-// one number of steps for all rows.)
+// state and its own number of steps: a row that is not pushed does not move.
+// (torch.optim.SparseAdam has one number of steps for all rows.)
 //
 // Every verb throws RuntimeError after close() or leave(), on a rank that only serves, and in a
-// forked child; DistBackendError where it waits in vain, or where there is no memory for more rows.
-// A push that waits in vain for a row that another worker holds (ssp, async) may have stepped other
-// rows; what is refused has changed nothing. Any thread may call them.
+// forked child; DistBackendError if it waits in vain, or if there is no memory for more rows. A
+// push that waits in vain for a row that another worker holds (ssp, async) may have stepped other
+// rows; a refused call has changed nothing. Any thread may call them.
 class TRIREME_API SparseTable final : public Table {
  public:
   struct Parts {
@@ -38,7 +37,7 @@ class TRIREME_API SparseTable final : public Table {
     std::shared_ptr<WorkerDesk> desk;
     Spread spread = {};
   };
-  // Is made by the server.
+  // Called by the server.
   explicit SparseTable(Parts parts);
 
   int64_t dim() const { return spec().rows->dim; }
@@ -46,24 +45,24 @@ class TRIREME_API SparseTable final : public Table {
   int64_t memory_bytes() const override;
   int64_t count_rows() const override { return steps_.rows().count_claimed(); }
 
-  // Returns copies of rows: [*ids.shape, dim], without a graph. With `create` off, ids that have no
-  // row give its first values, and no row comes into being. Throws TypeError for ids of another
-  // dtype, ValueError for one outside [0, rows). In a function of a checkpoint, ours or torch's, a
+  // Returns copies of rows: [*ids.shape, dim], without a graph. With `create` off, an id that has
+  // no row gives its first values, and no row is made. Throws TypeError for ids of another dtype,
+  // ValueError for one outside [0, rows). Under activation checkpointing, ours or torch's, a
   // recomputation gets the rows of its forward.
   at::Tensor pull(const at::Tensor& ids, bool create = true);
-  // Takes gradients [*ids.shape, dim] of the table's dtype or fp32, times `scale`. Those of an id
-  // that comes several times are added first. Throws what pull() throws, and ValueError for
-  // gradients of another shape, dtype or layout.
+  // Pushes gradients [*ids.shape, dim] of the table's dtype or fp32, times `scale`. The gradients
+  // of an id that comes several times are summed first. Throws what pull() throws, and ValueError
+  // for gradients of another shape, dtype or layout.
   void push(const at::Tensor& ids, const at::Tensor& gradients, double scale = 1);
 
-  // These return at once. What need not wait is done by then; the rest is done in wait(), on any
-  // thread: there is none behind it. The result of a pull is one tensor. Throws RuntimeError from
-  // wait() under bsp once clock() was called.
+  // These return at once. Work that need not wait is done by then; the rest is done in wait(), on
+  // the calling thread: no background thread exists. A pull's result is one tensor. Under bsp
+  // wait() throws RuntimeError for a pull that was still open when clock() was called.
   Pending pull_async(const at::Tensor& ids, bool create = true);
   Pending push_async(const at::Tensor& ids, const at::Tensor& gradients, double scale = 1);
 
-  // Returns how many rows have come into being, and their ids, ascending, as int64 [size()]. Cost:
-  // a look at each row. They wait for nobody but other hosts, which are asked for their ids.
+  // Return how many rows have been made, and their ids, ascending, as int64 [size()]. Cost: a look
+  // at each row. They wait for no worker, only for other hosts, which are asked for their ids.
   int64_t size();
   at::Tensor ids();
 
@@ -84,7 +83,7 @@ class TRIREME_API SparseTable final : public Table {
   TableSteps& own_steps() override { return steps_; }
   at::Tensor checked_gradients(const at::Tensor& ids, const at::Tensor& gradients) const;
   at::Tensor saved_ids(const CheckpointReader& reader) const;
-  // Are places in a list of ids, by the host that keeps the rows.
+  // Indices into a list of ids, by the host that keeps the rows.
   using PlacesByHost = std::vector<at::Tensor>;
   struct Asked {
     PlacesByHost places = {};

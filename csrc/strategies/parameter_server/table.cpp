@@ -13,12 +13,12 @@
 
 namespace trireme::ps {
 
-// Is kept until it is done, at the latest in clock(), so that one that nobody waits for is not
-// lost.
+// A push that is kept until it is done, at the latest in clock(), so that it is not lost without a
+// wait().
 struct Table::OpenPush {
   uint64_t clock;
   std::function<void()> push;         // null once it is done
-  std::optional<bool> is_taken = {};  // what it was told when it was counted
+  std::optional<bool> is_taken = {};  // the result of WorkerDesk::count_push()
 };
 
 Table::Table(std::shared_ptr<const TableSpec> spec, std::shared_ptr<ClockBoard> board,
@@ -62,7 +62,7 @@ void Table::set_lr(double lr) {
                           "' with backup workers, whose clocks may close without this worker"),
                  board_->where(), "Give the learning rate to the optimizer, or use no backup."));
   if (remote() == nullptr) return own_steps().set_learning_rate(lr, errand("push"));
-  // From here on no other thread comes in between, so that it is one clock on all hosts.
+  // From here on no other thread comes in between, so that the rate is of one clock on all hosts.
   wait_to_push();
   finish_pushes();
   own_steps().set_learning_rate(lr, errand("push"));
@@ -173,7 +173,7 @@ class Table::Pull final : public Pending::State {
     table_.board_->check_peers(table_.errand("pull"));
     return false;
   }
-  // Another thread may finish it while this one waits.
+  // Another thread may finish the pull while this one waits.
   void wait() override {
     const auto turn = table_.desk_->turn();
     if (is_finished_) return;
@@ -189,7 +189,7 @@ class Table::Pull final : public Pending::State {
   bool need_not_wait() const {
     return table_.has_come(clock_) && (!has_answers_ || has_answers_());
   }
-  // Where there are other hosts it waits for their answers, too.
+  // Finishes the pull; with other hosts it waits for their answers, too.
   void finish() {
     const auto read = read_;
     std::vector<at::Tensor> tensors = read();
@@ -272,9 +272,9 @@ Pending Table::push_later(std::function<void()> push) {
 void Table::finish_pushes() {
   while (!open_pushes_.empty()) {
     wait_to_push();
-    if (open_pushes_.empty()) return;  // another thread has done them meanwhile
+    if (open_pushes_.empty()) return;  // another thread has done the pushes meanwhile
     OpenPush& first = *open_pushes_.front();
-    // One that has failed is done again, and was counted.
+    // A push that failed is done again; it is counted already.
     if (!first.is_taken) first.is_taken = desk_->count_push();
     if (*first.is_taken) first.push();
     first.push = nullptr;

@@ -22,17 +22,17 @@ namespace trireme::ps {
 
 class WorkerDesk;
 
-// Holds tensors by host; those of a host in the order of Table::share_tensors().
+// Tensors by host; those of a host in the order of Table::share_tensors().
 using SharesByHost = std::vector<std::vector<at::Tensor>>;
 
-// Is what tables of all kinds have: a name, a clock, and pushes that wait for their place. A table
-// lives as long as its server. Any thread may call what users call; see worker_lock.h. The rest is
-// called by the thread that has the worker's lock, but for what is const.
+// The common part of all kinds of tables: a name, a clock, and pushes that wait for their place. A
+// table lives as long as its server. Any thread may call the functions for users; see
+// worker_lock.h. The other non-const functions are called by the thread that has the worker's lock.
 class TRIREME_API Table {
  public:
-  // Says where the shares of the table are, and how this worker reaches those of other hosts.
+  // The places of the table's shares, and this worker's link to the shares of other hosts.
   struct Spread {
-    int64_t index = 0;  // numbers the table in the server
+    int64_t index = 0;  // number of the table in the server
     TableLayout layout = {};
     std::shared_ptr<RemoteShares> remote = nullptr;
   };
@@ -46,49 +46,49 @@ class TRIREME_API Table {
   virtual int64_t memory_bytes() const = 0;
   virtual int64_t count_rows() const { return 0; }
 
-  // Sets the learning rate: under bsp for the step of this clock and all later ones, and where
-  // several workers set one in a clock the first of them counts; else at once, for all workers.
-  // Throws ValueError for a negative one, for a sum, and with backup workers.
+  // Sets the learning rate: under bsp for the step of this clock and all later ones, and if several
+  // workers set one in a clock the first worker's counts; else at once, for all workers. Throws
+  // ValueError for a negative one, for a sum, and with backup workers.
   void set_lr(double lr);
 
   // --- the server calls these ---
 
   virtual void before_clock();
   virtual void after_clock();
-  // Gives what lies in the table's memory memory of its own.
+  // Moves a module's parameters out of the table's memory.
   virtual void release_module() {}
   virtual const TableSteps& steps() const = 0;
 
   // --- saving; see table_checkpoint.h ---
 
-  // Does what is left of pushes, and says which learning rate holds.
+  // Performs the kept pushes, and publishes this worker's learning rate.
   void prepare_meeting();
-  // Forgets what this worker has pushed in the open clock (bsp).
+  // Forgets this worker's pushes of the open clock (bsp).
   virtual void drop_pushes();
   void settle_learning_rate() { own_steps().settle_learning_rate(); }
-  // Brings the values to the clocks that are closed.
+  // Applies all closed clocks to the values.
   void bring_to_closed();
   const TableSpec& spec() const { return *spec_; }
-  // Returns all that this host keeps of it. Valid, like what follows, while all workers stand
-  // still.
+  // Returns all tensors that this host keeps of the table. Valid, as the next functions, while all
+  // workers stand still.
   virtual std::vector<at::Tensor> share_tensors() const = 0;
-  // Returns how many tensors those of a host are.
+  // Returns the number of tensors that a host keeps.
   virtual size_t count_share_tensors(int64_t host) const = 0;
-  // Returns the whole table, of the shares of all hosts; `prefix` stands before the names of its
-  // values. On one host nothing is copied.
+  // Returns the whole table, made of the shares of all hosts; `prefix` stands before the names of
+  // its values. On one host nothing is copied.
   virtual CheckpointContent content(const std::string& prefix,
                                     const SharesByHost& shares) const = 0;
-  // Returns what a checkpoint has to hold of it, without parts. Throws ValueError where that cannot
-  // be; changes nothing.
+  // Returns the content that a checkpoint has to have of the table, without parts. Throws
+  // ValueError if the checkpoint cannot fit; changes nothing.
   virtual CheckpointContent expected_of(const CheckpointReader& reader,
                                         const std::string& prefix) const = 0;
-  // Makes what a checkpoint holds of this host's share; on one worker of the host.
+  // Makes this host's rows of a checkpoint; called on one rank of the host.
   virtual void make_room(const CheckpointReader& /*reader*/) {}
-  // Returns the places of this host's share that a checkpoint is read into as it is, and reads the
-  // rest.
+  // places() returns the tensors of this host's share into which a checkpoint is read as it is;
+  // read_rest() reads the others.
   virtual CheckpointContent places(const std::string& prefix) const = 0;
   virtual void read_rest(const CheckpointReader& /*reader*/) {}
-  // Says that others have loaded the values; on every worker.
+  // Called on every worker once the values are loaded.
   virtual void note_loaded();
 
  protected:
@@ -104,20 +104,20 @@ class TRIREME_API Table {
   const TableLayout& layout() const { return spread_.layout; }
   RemoteShares* remote() const { return spread_.remote.get(); }
   Errand errand(std::string_view cause) const;
-  // Returns that of a wait for what another host answers to a pull.
+  // Returns the description of a wait for another host's answer to a pull.
   Errand errand_of_answer() const;
 
   // --- pulls ---
 
-  // Asks the other hosts, where there are any, and says whether they have answered.
+  // ask() asks the other hosts, if there are any; have_come() returns whether they have answered.
   RemoteAnswers ask(const ShareRequest& request) const;
   bool have_come(const RemoteAnswers& answers) const;
-  // Says whether a pull of that clock need not wait for another worker.
+  // Returns whether a pull of that clock need not wait for another worker.
   bool has_come(uint64_t clock) const;
   // Waits until a pull of that clock may read; under bsp the values are those of that clock then,
   // unless another thread of this worker has ended it meanwhile.
   void wait_for(uint64_t clock);
-  // Waits for the open clock. `ask` asks the other hosts for what they have in it.
+  // Waits for the open clock. `ask` asks the other hosts for their values of it.
   template <typename Ask>
   void wait_to_read(const Ask& ask) {
     uint64_t clock = 0;
@@ -127,28 +127,28 @@ class TRIREME_API Table {
       wait_for(clock);
     } while (is_bsp() && board_->clock() != clock);
   }
-  // Calls `read` until no clock was closed meanwhile, which can be with backup workers only.
+  // Calls `read` until no clock was closed meanwhile, which only happens with backup workers.
   void read_one_clock(const std::function<void()>& read);
-  // Returns a pull that `read` finishes: at once where it need not wait, else in wait().
-  // `has_answers` says whether the other hosts have answered, for those who were asked.
+  // Returns a pull that `read` finishes: at once if it need not wait, else in wait(). `has_answers`
+  // says whether the other hosts have answered, if they were asked.
   Pending pull_later(std::function<std::vector<at::Tensor>()> read,
                      std::function<bool()> has_answers = {});
-  // Returns a pull that is over. In a checkpoint none is left for later.
+  // Returns a finished pull: in a checkpointed function no pull is left for later.
   static Pending pulled(std::vector<at::Tensor> tensors);
 
   // --- pushes ---
 
-  // Says whether a push of this clock finds its place free.
+  // Returns whether the place for a push of this clock is free.
   bool can_push() const;
-  // Waits until it does.
+  // Waits until it is.
   void wait_to_push();
-  // Does that, and counts the push; false where its clock was closed without this worker, so that
-  // it is dropped.
+  // Waits so, and counts the push; returns false if its clock was closed without this worker, so
+  // that it is dropped.
   bool begin_push();
-  // Returns a push whose place is not free: `push`, which waits for no clock, follows in wait(), in
+  // Keeps a push whose place is not free: `push`, which waits for no clock, is called in wait(), in
   // the next push, or in clock().
   Pending push_later(std::function<void()> push);
-  // Does pushes that are kept, in their order.
+  // Performs the kept pushes, in their order.
   void finish_pushes();
 
  private:

@@ -12,14 +12,14 @@
 namespace trireme::ps {
 namespace {
 
-// Begins the text of a rank that cannot make its part.
+// The first character of the text of a rank whose part is wrong.
 constexpr char kComplaint = '!';
 
 std::string describe(const std::vector<TableSpec>& tables, const Options& options, RankOf where) {
   Roles roles;
   try {
     roles = roles_of(options.servers, where);
-  } catch (const c10::Error& error) {  // the others hear of it
+  } catch (const c10::Error& error) {  // the other ranks raise it, too
     const std::string text = error.msg();
     const size_t begin = std::min(text.find("got "), text.size());
     return std::string(1, kComplaint).append(text, begin, text.rfind(" (rank ") - begin);
@@ -33,7 +33,7 @@ std::string describe(const std::vector<TableSpec>& tables, const Options& option
   return text;
 }
 
-// Returns what differs between two ranks, as each of them has it.
+// Returns the first lines that differ between the texts of two ranks.
 std::string first_difference(const std::string& first, const std::string& other, size_t rank) {
   const std::vector<std::string> of_first = lines_of(first);
   const std::vector<std::string> of_other = lines_of(other);

@@ -7,8 +7,8 @@
 
 namespace trireme::ps {
 
-// Compares what ranks make a server of, and looks whether it can be made. Collective, also for a
-// rank whose part is wrong. Throws ValueError on all ranks, naming table and rank.
+// Compares the ranks' tables and options, and checks them. Collective, also for a rank whose part
+// is wrong. Throws ValueError on all ranks, naming table and rank.
 TRIREME_API void agree_on_tables(const std::vector<TableSpec>& tables, const Options& options,
                                  Communicator& communicator);
 

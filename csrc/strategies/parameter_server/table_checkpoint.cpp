@@ -28,7 +28,7 @@ std::string prefix_of(const Table& table, const Tables& tables) {
   return dense > 1 ? table.name() + "." : std::string();
 }
 
-// Returns "Adam(beta1=0.9, ...)".
+// Returns the options without the learning rate: "Adam(beta1=0.9, ...)".
 std::string options_but_lr(const OptimizerSpec& optimizer) {
   std::string text = to_string(optimizer);
   const size_t begin = text.find("lr=");

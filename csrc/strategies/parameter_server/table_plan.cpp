@@ -11,14 +11,14 @@
 namespace trireme::ps {
 namespace {
 
-// Puts parts one behind the other.
+// Places a part behind the others, and returns its offset.
 int64_t place(int64_t& end, int64_t bytes) {
   const int64_t offset = end;
   end += in_lines(bytes);
   return offset;
 }
 
-// Places what tables of all kinds have.
+// Places the parts that all kinds of tables have.
 void place_lines(TablePlan& plan, int64_t lines, int64_t workers) {
   place(plan.bytes, sizeof(TableHeader));
   plan.blocks_at = place(plan.bytes, lines * static_cast<int64_t>(sizeof(BlockLine)));

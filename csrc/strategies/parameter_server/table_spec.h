@@ -35,10 +35,10 @@ struct DenseOptions {
   std::optional<int64_t> staleness = {};  // in place of the server's; ssp only
 };
 
-// Describe the rows of a sparse table.
+// The rows of a sparse table and their options.
 struct SparseOptions {
   RowInit init = Zeros{};
-  uint64_t seed = 0;  // what `init` draws depends on it and on a row's id alone
+  uint64_t seed = 0;  // first values depend on it and on a row's id alone
   at::ScalarType dtype = at::kFloat;
   std::optional<int64_t> rows = {};  // ids are in [0, rows); absent: any int64
   Reduction reduction = Reduction::kMean;
@@ -52,7 +52,7 @@ struct RowShape {
   std::optional<int64_t> rows = {};
 };
 
-// Says what a table holds and how it is stepped. Worker 0's tensors give the first values.
+// The content of a table and its optimizer. Worker 0's tensors give the first values.
 struct TableSpec {
   std::string name;
   std::vector<std::string> names;  // one per tensor
@@ -61,15 +61,15 @@ struct TableSpec {
   Optimizer optimizer;
   DenseOptions options;
   std::optional<RowShape> rows = {};  // a sparse table's, which has no tensors
-  // Says of a worker that has joined that others have the module that the tensors belong to.
+  // Set on a worker that has joined, if the tensors belong to a module in other processes.
   bool has_module_elsewhere = false;
-  // A module's buffers are no part of the table; they are saved beside it, those of one worker.
+  // A module's buffers, which are no part of the table: one worker's are saved beside it.
   std::vector<std::pair<std::string, at::Tensor>> buffers = {};
 };
 
 // Describes a table of dense tensors: the parameters of a module, each once under its first name
 // (buffers are no part of it), or tensors by name. Takes real floating tensors; those of a table
-// may differ in dtype. Throws nothing: the server's constructor refuses what cannot be.
+// may differ in dtype. Throws nothing: the server's constructor refuses invalid tables.
 TRIREME_API TableSpec dense(std::string name, const torch::nn::Module& module, Optimizer optimizer,
                             DenseOptions options = {});
 TRIREME_API TableSpec dense(std::string name, const NamedTensors& tensors, Optimizer optimizer,
@@ -90,7 +90,7 @@ TRIREME_API TableSpec sparse(std::string name, int64_t dim, Optimizer optimizer,
 TRIREME_API std::string to_string(const RowShape& rows);
 // Returns what is wrong with a list of tables under a mode; empty if nothing is.
 TRIREME_API std::string complaint_about(const std::vector<TableSpec>& tables, Mode mode);
-// Returns what all ranks have alike, one line for the table and one for each tensor.
+// Returns the data that is equal on all ranks, one line for the table and one for each tensor.
 TRIREME_API std::string to_string(const TableSpec& table);
 
 }  // namespace trireme::ps

@@ -59,8 +59,8 @@ TableSteps::ClockStep TableSteps::step_of(uint64_t clock) const {
     const bool taken = board_->takes(worker, clock);
     if (taken) step.taken.push_back(worker);
     if (!taken && !board_->is_gone(worker)) continue;
-    // The latest one that a worker has set counts; of several workers the first. Who has clocked
-    // has put what holds for that clock into its place; who has gone has left it in one of both.
+    // The rate set last counts; of several workers' the first. A worker that has clocked has put
+    // its rate for that clock into the clock's place; one that is gone has left it in either place.
     for (uint64_t place = 0; place < 2; ++place) {
       if (taken && place != (clock & 1)) continue;
       const LearningRate& rate = memory_.marks(worker).lr[place];
@@ -83,7 +83,7 @@ int64_t TableSteps::claim(uint64_t clock) {
   const uint64_t before = clock << kClockShift;
   for (;;) {
     const uint64_t its_clock = word >> kClockShift << kClockShift;
-    // It is a later clock's where this worker has slept over what it wanted to do.
+    // The counter is of a later clock if this worker slept while others applied this one.
     if (its_clock != first && its_clock != before) return count_blocks();
     const uint64_t next = its_clock == first ? word : first;
     const auto block = static_cast<int64_t>(next - first);
@@ -92,7 +92,7 @@ int64_t TableSteps::claim(uint64_t clock) {
   }
 }
 
-// Returns false where another worker is at that block.
+// Applies a clock to a block; returns false if another worker holds it.
 bool TableSteps::try_apply(int64_t block, const ClockStep& step) {
   BlockLine& line = memory_.block(block);
   uint64_t before = 0;
@@ -109,7 +109,8 @@ bool TableSteps::try_apply(int64_t block, const ClockStep& step) {
   return true;
 }
 
-// Returns false where it would have to wait for another worker, and has no errand.
+// Applies a clock to all blocks; returns false if it has no errand and would have to wait for
+// another worker.
 bool TableSteps::apply(uint64_t clock, const Errand* errand) {
   TRIREME_TRACE("ps.apply");
   const ClockStep step = step_of(clock);
@@ -151,7 +152,7 @@ void TableSteps::carry_learning_rate(const Errand& errand) {
   uint64_t clock = 0;
   do {
     clock = board_->clock();
-    // What the half held may still be wanted by who applies the clock before the last one.
+    // A worker that applies the clock before the last one may still need the rate in this place.
     if (lr_since_ + 1 >= clock && clock > 1) bring_to(clock - 1, errand);
   } while (board_->clock() != clock);
   LearningRate& place = memory_.marks(*board_->worker()).lr[clock & 1];

@@ -20,20 +20,20 @@ namespace trireme::ps {
 // [Note: who steps a block]
 //
 // A table is cut into blocks: adjacent elements of a dense table, a share of the ids of a sparse
-// one. Who writes a block holds its line (BlockLock). Under bsp workers that come to a closed clock
-// count through the blocks by one shared counter, so that each gets others; then they look for
-// blocks that are still behind, which they step or wait for. The counter only spreads the work: who
-// steps a block is decided by its holder's word, and whether it is to be stepped by its own number
-// of applied clocks, so nothing is lost with a worker that has counted and died. Under ssp and
-// async who pushes steps at once: every block of a dense table, beginning at a place of its own, or
-// the rows of a sparse one, each of which has a word of its own.
+// one. A worker that writes a block holds its line (BlockLock). Under bsp workers that apply a
+// closed clock claim blocks by one shared counter, so that each gets different ones; then they look
+// for blocks that are still behind, which they step or wait for. The counter only spreads the work:
+// a block's holder word decides which worker steps it, and its own number of applied clocks whether
+// it needs a step. So if a worker dies after claiming a block, another worker applies it. Under ssp
+// and async a push steps at once: every block of a dense table, each worker beginning at another
+// one, or the rows of a sparse one, each of which has a word of its own.
 //
 // A holder that has stepped says so in its word before anything else. One that dies before that
-// leaves a torn block: some of its elements have been stepped. Under kContinue who meets it takes
-// it over, counts it as torn and leaves it as it is.
+// leaves a torn block: some of its elements may have been stepped. Under kContinue the next worker
+// that needs the block takes it over, counts it as torn and leaves it as it is.
 
-// Brings a table to the clocks that are closed. What a step of a block is, its kind of table says.
-// Called by the thread that has the worker's lock, but for what is const.
+// Applies closed clocks to a table; subclasses define the step of a block. Non-const functions are
+// called by the thread that has the worker's lock.
 class TRIREME_API TableSteps {
  public:
   struct Parts {
@@ -57,20 +57,20 @@ class TRIREME_API TableSteps {
   // Waits until so many clocks are closed and applied, and applies what is closed. Lets other
   // threads of this worker in.
   void bring_to(uint64_t clocks, const Errand& errand);
-  // Applies what is closed, as far as no other worker is at it.
+  // Applies closed clocks, until another worker holds a block that it needs.
   void apply_closed();
-  // Waits, where a learning rate was set in this clock or the one before, until its place is free;
-  // called before the clock moves.
+  // Publishes this worker's learning rate; called before the clock moves. If it was set in one of
+  // the last three clocks, waits until its place is free.
   void carry_learning_rate(const Errand& errand);
 
-  // Under bsp from this clock on, else from now on.
+  // Sets the learning rate: under bsp from this clock on, else from now on.
   void set_learning_rate(double lr, const Errand& errand);
 
-  // Makes the learning rate of the next step, as far as workers have carried theirs, that of all.
+  // Makes the latest learning rate that workers have published the rate of all.
   void settle_learning_rate();
-  // Returns that of all, in the table's memory: fp64 without a dimension.
+  // Returns the rate of all, in the table's memory: an fp64 scalar.
   at::Tensor learning_rate() const;
-  // Forgets what this worker has set: that of all holds.
+  // Forgets the rate that this worker has set: the rate of all holds.
   void forget_learning_rate();
 
   // Returns " while it held block 3 of table 'model' ('0.weight')", or nothing.
@@ -79,7 +79,7 @@ class TRIREME_API TableSteps {
   virtual int64_t count_torn(std::vector<std::string>& names) const;
 
  protected:
-  // Says how a closed clock is applied: the same for all who do it.
+  // The step of a closed clock, equal on all workers that apply it.
   struct ClockStep {
     uint64_t clock = 0;
     double lr = 0;
@@ -91,10 +91,10 @@ class TRIREME_API TableSteps {
   ClockBoard& board() const { return *board_; }
   const BlockLock& lock() const { return lock_; }
   int64_t count_blocks() const { return plan_.lines; }
-  // Returns what was set for all workers, else the optimizer's own.
+  // Returns the rate that was set for all workers, else the optimizer's own.
   double learning_rate_now() const;
   void set_learning_rate_of_all(double lr);
-  // Waits until this worker holds a block, and counts it as torn where its holder has died.
+  // Waits until this worker holds a block, and counts it as torn if its holder has died.
   void take_block(int64_t block, const Errand& errand);
   // Makes the step of a clock in a block that this worker holds. Neither waits nor throws.
   virtual void step_block(int64_t block, const ClockStep& step) = 0;
@@ -114,7 +114,7 @@ class TRIREME_API TableSteps {
   TablePlan plan_;
   TableMemory memory_;
   BlockLock lock_;
-  uint64_t lr_since_ = 0;  // what this worker has set: clock + 1, 0 for nothing
+  uint64_t lr_since_ = 0;  // clock + 1 at which this worker set lr_; 0: never
   double lr_ = 0;
 };
 

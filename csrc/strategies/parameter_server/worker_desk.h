@@ -12,17 +12,17 @@
 
 namespace trireme::ps {
 
-// Counts what this worker does, for stats(), which any thread may ask for.
+// The counts of this worker's work, for stats(), which any thread may call.
 struct WorkerCounts {
   std::atomic<int64_t> pulls{0};
   std::atomic<int64_t> pushes{0};
-  std::atomic<int64_t> dropped{0};  // pushes that came for a closed clock
+  std::atomic<int64_t> dropped{0};  // pushes of clocks closed without this worker
   std::atomic<int64_t> bytes_pulled{0};
   std::atomic<int64_t> bytes_pushed{0};
 };
 
-// Says what this rank may do, and which pushes of it were taken. All tables of a server share it.
-// Who counts, moves or settles has the worker's lock.
+// Checks what this rank may do, and knows which of its pushes were taken. All tables of a server
+// share it. A thread that counts, moves or settles has the worker's lock.
 class TRIREME_API WorkerDesk {
  public:
   explicit WorkerDesk(std::shared_ptr<ClockBoard> board);
@@ -33,12 +33,12 @@ class TRIREME_API WorkerDesk {
   // Throws RuntimeError unless this rank works, has not left, and is the process that made the
   // server. `verb`: for the message.
   void check_worker(std::string_view verb) const;
-  // Throws it after close() and in a forked child only.
+  // Throws RuntimeError after close() and in a forked child only.
   void check_open(std::string_view verb) const;
   // Takes the worker's lock; see worker_lock.h. In a forked child it takes nothing, since a thread
-  // that is not there may hold it.
+  // of the parent may hold it.
   [[nodiscard]] std::unique_lock<WorkerLock> turn() const;
-  // Take it and check that.
+  // Take the lock, and check as check_worker() and check_open() do.
   [[nodiscard]] std::unique_lock<WorkerLock> enter(std::string_view verb) const;
   [[nodiscard]] std::unique_lock<WorkerLock> enter_open(std::string_view verb) const;
   bool is_forked() const;
@@ -47,13 +47,12 @@ class TRIREME_API WorkerDesk {
   bool is_closed() const { return is_closed_; }
   bool has_left() const { return has_left_; }
 
-  // Counts a push that this clock holds; false where the clock was closed without this worker, so
-  // that the push is dropped.
+  // Counts a push of this clock; returns false if the clock was closed without this worker, so that
+  // the push is dropped.
   bool count_push();
-  // Moves the clock under bsp: by one, or, where it was closed without this worker, to the present.
+  // Moves the clock: by one, or, if it was closed without this worker, to the present one.
   void move_clock();
-  // Finds out which clocks were closed with the pushes of this worker, and counts those that were
-  // not.
+  // Finds out which clocks were closed without this worker, and counts their pushes as dropped.
   void settle_pushes();
 
  private:
@@ -62,8 +61,7 @@ class TRIREME_API WorkerDesk {
   uint64_t forks_;
   std::atomic<bool> has_left_{false};
   std::atomic<bool> is_closed_{false};
-  // With backup these count pushes of this clock, and those of clocks of which it is not known yet
-  // whether they were closed with them.
+  // With backup: the pushes of this clock, and those of earlier clocks that are not closed yet.
   struct ClockPushes {
     uint64_t clock;
     int64_t pushes;

@@ -14,7 +14,7 @@
 namespace trireme::ps {
 namespace {
 
-// Most verbs are over by then.
+// The number of tries before it sleeps; most verbs are over by then.
 constexpr int kLooksForLock = 200;
 
 }  // namespace

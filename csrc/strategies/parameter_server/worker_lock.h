@@ -18,36 +18,34 @@ namespace trireme::ps {
 // user's own do. A worker has one line on the board, one clock and one place per table for what it
 // pushes, so its threads take turns: each verb holds the worker's lock.
 //
-// Who waits for other workers to come to a clock, or for the answer of another host, lets the
-// worker's other threads in meanwhile (Errand::lets_others_in), since those may be what the others
-// wait for. So whatever a verb has read before such a wait it reads again behind it, the clock
-// above all. All other waits keep the lock: for a block or a row that a worker is about to step,
-// for room for a message, and those of save(), load() and writing(), where all have to stand still.
+// A thread that waits for other workers to reach a clock, or for the answer of another host, lets
+// the worker's other threads in meanwhile (Errand::lets_others_in), since the others may wait for
+// these. So a verb reads its state, the clock above all, again after such a wait. All other waits
+// keep the lock: for a block or a row that a worker is about to step, for room for a message, and
+// those of save(), load() and writing(), where all have to stand still.
 //
-// close() and leave() wait for no other worker: they first end what other threads of the worker
-// wait for (end_for_others), and take the lock then.
+// close() and leave() wait for no other worker: they first end the waits of the worker's other
+// threads (end_for_others), and then take the lock.
 
-// Lets one thread of a worker at a time use its side of a server. A thread may take it again.
-// Taking one that is free costs some nanoseconds; what a pull of a row takes otherwise is a few
-// hundred.
+// A recursive lock that lets one thread of a worker at a time use its side of a server. Taking it
+// when free costs some nanoseconds, where a pull of a row costs a few hundred.
 class TRIREME_API WorkerLock {
  public:
   // Throws what a signal handler raises while it waits for other threads.
   void lock() { take(true); }
   void unlock() noexcept;
 
-  // From now on no thread but this one may wait for other workers: it is about to leave. Any thread
-  // may call it, and the next two; the first one stays.
+  // Ends all other threads' waits for other workers, since this one is about to leave. Any thread
+  // may call it, and the next two functions; the first caller counts.
   void end_for_others() noexcept {
     std::thread::id nobody;
     leaver_.compare_exchange_strong(nobody, std::this_thread::get_id());
   }
   bool is_ended_here() const;
-  // Throws RuntimeError where another thread has called end_for_others(). `text`: what is waited
-  // for.
+  // Throws RuntimeError if another thread has called end_for_others(). `text`: names the wait.
   void check_not_ended(const std::function<std::string()>& text, RankOf where) const;
 
-  // Keeps it as long as it lives, and hears no signal while it waits for it.
+  // Holds the lock as long as it lives, and handles no signal while it waits for it.
   class Kept {
    public:
     explicit Kept(WorkerLock& lock) : lock_(lock) { lock_.take(false); }
@@ -58,7 +56,7 @@ class TRIREME_API WorkerLock {
    private:
     WorkerLock& lock_;
   };
-  // Lets others have it as long as it lives, where this thread has it.
+  // Releases the lock as long as it lives, if this thread has it.
   class Gap {
    public:
     explicit Gap(WorkerLock& lock);
@@ -81,7 +79,7 @@ class TRIREME_API WorkerLock {
   void let_go() noexcept;
 
   std::atomic<std::thread::id> owner_{};
-  int64_t depth_ = 0;  // how often the owner has taken it
+  int64_t depth_ = 0;  // how often the owner has taken the lock
   shm::Bell bell_;
   std::atomic<std::thread::id> leaver_{};
 };

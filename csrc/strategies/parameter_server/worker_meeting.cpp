@@ -10,7 +10,8 @@
 
 namespace trireme::ps {
 
-// Is this worker's part in a meeting. The next one begins where it ends, also for who comes late.
+// This worker's part in a meeting. Its end is the beginning of the next meeting's, also after an
+// error.
 class WorkerMeeting::Section {
  public:
   explicit Section(WorkerMeeting& meeting)
@@ -29,7 +30,7 @@ class WorkerMeeting::Section {
     line_.met.store(3 * meeting_.meetings_ + phase, std::memory_order_seq_cst);
     meeting_.board_->ring_all();
   }
-  // Tells the others that it has not done its part.
+  // Tells the others that this worker has not done its part.
   void fail(std::string_view text) {
     line_.leave_word(text);
     line_.met_failed.store(meeting_.meetings_ + 1, std::memory_order_seq_cst);
@@ -40,7 +41,7 @@ class WorkerMeeting::Section {
   WorkerLine& line_;
 };
 
-// Some worker may have been in meetings to which this one did not come.
+// Skips the meetings that this worker missed.
 void WorkerMeeting::catch_up() {
   for (int64_t worker = 0; worker < board_->workers(); ++worker)
     meetings_ = std::max(meetings_, board_->line(worker).met.load(std::memory_order_acquire) / 3);
@@ -58,7 +59,7 @@ void WorkerMeeting::check_failed(const std::vector<int64_t>& come, const Errand&
   }
 }
 
-// Returns the workers that have come so far; the others are gone.
+// Waits for all live workers, and returns those that reached the phase; the others are gone.
 std::vector<int64_t> WorkerMeeting::wait_for_all(Phase phase, const Errand& errand) {
   std::vector<int64_t> come;
   for (int64_t worker = 0; worker < board_->workers(); ++worker) {

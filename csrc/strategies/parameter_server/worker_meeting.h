@@ -13,13 +13,13 @@ namespace trireme::ps {
 
 // [Note: workers that meet]
 //
-// Nothing of a server is collective, but some things want all workers to stand still: then all that
-// are there call the same verb. Each counts its phases in its own line, and waits until the others
-// have counted as far, or are gone. Whatever way a worker leaves a meeting, its count ends where
-// that of the next meeting begins; who leaves it by an exception says so first, and then nobody
-// goes on. A worker that did not come to some meetings begins with the latest.
+// Saving needs all workers to pause: each live worker calls the same function. Each counts its
+// phases in its own line, and waits until the others have counted as far, or are gone. However a
+// worker leaves a meeting, its count ends where the next meeting's begins; a worker that leaves by
+// an exception says so first, and then no worker goes on. A worker that missed some meetings begins
+// with the latest.
 
-// Lets one worker do something while the others stand still. Called by the thread that has the
+// Lets one worker do some work while the others stand still. Called by the thread that has the
 // worker's lock, so that its other threads stand still, too.
 class TRIREME_API WorkerMeeting {
  public:
@@ -27,13 +27,13 @@ class TRIREME_API WorkerMeeting {
 
   struct Plan {
     const Errand& errand;
-    bool at_one_clock = true;            // all have to be
-    std::function<void()> prepare = {};  // each worker does it, when all have come
-    std::function<void()> work = {};     // the first of them does it, when all are prepared
+    bool at_one_clock = true;            // whether all workers have to be
+    std::function<void()> prepare = {};  // on each worker, when all have come
+    std::function<void()> work = {};     // on the first worker, when all are prepared
   };
-  // Returns when `work` is done. Throws ValueError on all workers where they are at different
-  // clocks; DistBackendError where a worker does not come, or the one that works fails: there its
-  // own error comes out.
+  // Returns when `work` is done. Throws ValueError on all workers if they are at different clocks;
+  // DistBackendError if a worker does not come, or if `work` fails, whose worker throws its own
+  // error.
   void hold(const Plan& plan);
 
  private:

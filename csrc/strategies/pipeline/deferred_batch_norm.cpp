@@ -12,10 +12,10 @@
 namespace trireme {
 namespace {
 
-// Is what layers on this thread report to.
+// The object to which layers on this thread report.
 thread_local DeferredBatchNorms* observing = nullptr;
 
-// Says whether a module has running statistics that it updates by rules of its own.
+// Returns whether a module has running statistics that it updates by rules of its own.
 bool is_other_batch_norm(const torch::nn::Module& module) {
   if (module.name().find("SyncBatchNorm") != std::string::npos) return true;
   const bool is_instance_norm =
@@ -26,7 +26,7 @@ bool is_other_batch_norm(const torch::nn::Module& module) {
          module.named_buffers(/*recurse=*/false).contains("num_batches_tracked");
 }
 
-// Names the arguments of torch::batch_norm().
+// The arguments of torch::batch_norm().
 enum Argument : size_t { kInput = 0, kRunningMean = 3, kTraining = 5, kArguments = 9 };
 
 }  // namespace

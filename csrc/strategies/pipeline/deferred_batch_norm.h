@@ -21,9 +21,8 @@ namespace trireme {
 // A child of a C++ module cannot be replaced: its owner holds it by its type. So BatchNorm layers
 // run as they are, and update their running statistics in every forward. While a stage computes, an
 // observer of torch::batch_norm() sees the input of each such layer, before that updates anything.
-// What the statistics were before the first of these inputs is set aside: copies of a pipeline
-// begin a step with those of the first one. The step ends by putting back what was set aside,
-// updated once.
+// The statistics before the first of these inputs are set aside: copies of a pipeline begin a step
+// with those of the first one. The step ends by restoring them, updated once.
 
 // Lets running statistics of torch::nn::BatchNorm1d, 2d and 3d be those of whole batches: mean and
 // variance of all values that the micro-batches of a step have, as of one forward over them.
@@ -50,7 +49,7 @@ class TRIREME_API DeferredBatchNorms {
     return result;
   }
 
-  // Sees what layers get on this thread while it lives. Belongs into whole_batch().
+  // Observes the inputs of layers on this thread while it lives. Belongs into whole_batch().
   class TRIREME_API Observer {
    public:
     explicit Observer(DeferredBatchNorms& norms);
@@ -71,7 +70,7 @@ class TRIREME_API DeferredBatchNorms {
     at::Tensor* running_mean;
     at::Tensor* running_var;
     at::Tensor* num_batches_tracked;
-    // These belong to the batch that runs.
+    // The state of the batch that runs.
     at::Tensor mean_before = {};
     at::Tensor var_before = {};
     at::Tensor tracked_before = {};
@@ -82,9 +81,9 @@ class TRIREME_API DeferredBatchNorms {
 
     void begin();
     void set_aside();
-    // Is called before the layer updates its running statistics.
+    // Called before the layer updates its running statistics.
     void gather(const at::Tensor& input);
-    // Puts back what was before, updated with what was seen if the batch is whole.
+    // Restores the old statistics, updated with the observed ones if the batch is whole.
     void end(bool is_whole);
     double next_momentum() const;
   };
@@ -103,7 +102,7 @@ class TRIREME_API DeferredBatchNorms {
   static std::unique_ptr<at::ObserverContext> see(const at::RecordFunction& function);
 
   std::vector<Norm> norms_;
-  std::exception_ptr failure_;  // what the observer caught, as it must not throw
+  std::exception_ptr failure_;  // exception of the observer, as it must not throw
 };
 
 }  // namespace trireme

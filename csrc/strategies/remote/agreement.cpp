@@ -16,7 +16,7 @@ namespace {
 // The first lines say name, threads and session; the others are definitions.
 std::string text_of(const StartRequest& request) {
   std::string name = request.name;
-  // A name with a line break comes back as one that cannot be.
+  // A name with a line break becomes one that cannot be printed, which is refused.
   std::replace(name.begin(), name.end(), '\n', '\r');
   const auto session = static_cast<int64_t>(std::random_device{}()) << 31 | std::random_device{}();
   std::string text =
@@ -25,7 +25,7 @@ std::string text_of(const StartRequest& request) {
   return text;
 }
 
-// Returns what is wrong with what one rank says of itself.
+// Returns what is wrong with a rank's name and threads; empty if nothing is.
 std::string complaint_about(const std::string& name, int64_t threads, int64_t rank) {
   const std::string where = " (rank " + std::to_string(rank) + ")";
   if (name.empty()) return "got an empty name" + where;

@@ -14,16 +14,16 @@ struct StartRequest {
   int64_t threads = 0;
 };
 
-// Is what all ranks know of each other, by rank.
+// The data that all ranks know of each other, by rank.
 struct Agreement {
   std::vector<std::string> names = {};
   std::vector<int64_t> sessions = {};  // random numbers that tell starts apart
   std::vector<std::vector<DefinitionText>> definitions = {};
 };
 
-// Tells the others of this rank. Collective. Throws c10::ValueError on all ranks alike for names
-// that are equal, empty or cannot be printed, for fewer than one thread, and for definitions that
-// differ or are doubled.
+// Exchanges the ranks' start requests and definitions. Collective. Throws c10::ValueError on all
+// ranks alike for names that are equal, empty or cannot be printed, for fewer than one thread, and
+// for definitions that differ or are doubled.
 Agreement agree_on_start(Communicator& communicator, const StartRequest& request);
 
 }  // namespace trireme::remote

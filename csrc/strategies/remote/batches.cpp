@@ -42,7 +42,7 @@ Batches::Gathered Batches::add(const Definition& definition, ServedCall call) {
 }
 
 void Batches::forget(int64_t rank) {
-  std::vector<ServedCall> dropped;  // what they hold goes without the lock
+  std::vector<ServedCall> dropped;  // destroyed without the lock
   const std::lock_guard lock(mutex_);
   for (auto& [key, waiting] : waiting_) {
     const auto from = std::stable_partition(waiting.begin(), waiting.end(),

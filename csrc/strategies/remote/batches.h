@@ -14,14 +14,14 @@
 
 namespace trireme::remote {
 
-// Gathers calls of methods that are served so many at once. Thread-safe.
+// Gathers calls of batched methods until a batch is complete. Thread-safe.
 class TRIREME_API Batches {
  public:
   struct Gathered {
     std::vector<ServedCall> calls = {};  // complete, or none
-    std::vector<ServedCall> late = {};   // dropped: their callers wait no more
+    std::vector<ServedCall> late = {};   // dropped: their deadlines have passed
   };
-  // Adds a call to those that wait, and takes them once they are enough.
+  // Adds a call to the waiting ones, and takes them once they are a batch.
   Gathered add(const Definition& definition, ServedCall call);
   // Drops the calls of a rank that is gone.
   void forget(int64_t rank);
@@ -32,9 +32,9 @@ class TRIREME_API Batches {
   std::map<Key, std::vector<ServedCall>> waiting_;
 };
 
-// Calls the definition once: each argument is the list of what the calls have in its place. Returns
-// a result per call. Throws c10::ValueError where calls differ in their arguments, and TypeError
-// where it does not return a list of as many.
+// Calls the definition once: each argument is the list of the calls' arguments in its place.
+// Returns a result per call. Throws c10::ValueError if calls differ in number or keywords of
+// arguments, and TypeError if the definition does not return a list of one result per call.
 TRIREME_API Values call_batch(const Definition& definition, const std::vector<ServedCall>& calls);
 
 }  // namespace trireme::remote

@@ -27,7 +27,7 @@ std::string cut(const std::string& text, size_t length) {
   return text.substr(0, length);
 }
 
-// Returns what is defined under a name, of that kind; says otherwise what there is.
+// Returns the definition of a name and kind, or throws, listing the names that are defined.
 std::shared_ptr<const Definition> definition_of(const std::string& name, Definition::Kind kind) {
   const Definitions& all = Definitions::of_process();
   auto found = all.find(name);
@@ -55,7 +55,7 @@ void CallServer::take(ServedCall call) {
       [this, call = std::move(call), error]() mutable { error ? fail(call, error) : serve(call); });
 }
 
-// Finds the object of a call, and what is to be called.
+// Finds the object of a call, and returns the definition of its method.
 std::shared_ptr<const Definition> CallServer::find_method(ServedCall& call) const {
   const RefTable::Found found = object_of(call.call);
   const std::string& name = call.call.name;
@@ -68,11 +68,11 @@ std::shared_ptr<const Definition> CallServer::find_method(ServedCall& call) cons
   return definition_of(name, Definition::Kind::kMethod);
 }
 
-// Calls enter batches as they come: one that was overtaken by those behind it might wait for ever.
+// Calls enter batches as they come: a call that was overtaken by later ones might wait for ever.
 void CallServer::take_into_batch(const std::shared_ptr<const Definition>& method, ServedCall call) {
   Batches::Gathered gathered = batches_.add(*method, std::move(call));
   if (gathered.calls.empty() && gathered.late.empty()) return;
-  // What late calls hold may be the user's, and goes on a thread that serves.
+  // Late calls may hold objects of the user's, which are destroyed on a serving thread.
   threads_.run([this, method, gathered = std::move(gathered)] {
     if (!gathered.calls.empty()) serve_batch(*method, gathered.calls);
   });
@@ -150,7 +150,7 @@ void CallServer::answer(const ServedCall& call, const Value& result) {
     check_sendable(call.call.verb, result, replies_.reaches_devices(call.from));
     replies_.reply(call.from, {MessageKind::kAnswer, call.number}, result, call.deadline);
   } catch (...) {
-    error = std::current_exception();  // it cannot be sent, or a Ref in it cannot be lent
+    error = std::current_exception();  // the result cannot be sent, or a Ref in it cannot be lent
   }
   if (error) fail(call, error);
 }
@@ -163,7 +163,7 @@ void CallServer::fail(const ServedCall& call, const std::exception_ptr& error) n
     try {
       replies_.reply(call.from, head, to_value(failure), call.deadline);
     } catch (const c10::DistBackendError&) {
-      // Where there is no memory for a message, one of a few lines gets through.
+      // If there is no memory for a message, one of a few lines still gets through.
       failure.text = cut(failure.text, kTextAtMost);
       failure.traceback.clear();
       replies_.reply(call.from, head, to_value(failure), call.deadline);

@@ -17,35 +17,35 @@
 
 namespace trireme::remote {
 
-// Is how a server of calls speaks to callers. Called by any thread.
+// The interface through which a call server answers callers. Called by any thread.
 class TRIREME_API Replies {
  public:
   virtual ~Replies() = default;
-  // Throws c10::DistBackendError where the caller is gone, and what encode() throws. Returns false
-  // if the caller takes nothing before `until`.
+  // Sends an answer. Throws c10::DistBackendError if the caller is gone, and what encode() throws.
+  // Returns false if the caller takes nothing before `until`.
   virtual bool reply(int64_t to, const Head& head, const Value& value,
                      shm::Clock::time_point until) = 0;
   // Returns a Ref to an object of this rank.
   virtual RefPtr show(std::shared_ptr<Hosted> object, const std::string& class_name) = 0;
-  // Says "p1 (rank 1)" of this rank.
+  // Returns this rank's name: "p1 (rank 1)".
   virtual std::string name_of_own() const = 0;
-  // Says whether tensors on a device can be sent to a rank.
+  // Returns whether tensors on a device can be sent to a rank.
   virtual bool reaches_devices(int64_t rank) const = 0;
 };
 
-// Does what other ranks ask of this one, and answers each call once. Thread-safe.
+// Runs the calls of other ranks, and answers each call once. Thread-safe.
 class TRIREME_API CallServer {
  public:
-  // All outlive the server.
+  // All arguments outlive the server.
   CallServer(Replies& replies, RefTable& refs, ServingThreads& threads, int64_t session)
       : replies_(replies), refs_(refs), threads_(threads), session_(session) {}
 
-  // Has a thread run a call and answer it, with a failure if need be; a call of a batch waits for
-  // others. Called for calls in the order in which they come. Runs nothing of the user's.
+  // Hands a call to a thread that runs and answers it, with a failure if need be; a call of a batch
+  // waits for others. Called for calls in the order in which they come. Runs no user code.
   void take(ServedCall call);
   // Answers a call that cannot be run.
   void fail(const ServedCall& call, const std::exception_ptr& error) noexcept;
-  // Drops what a rank that is gone was waiting for.
+  // Drops the waiting calls of a rank that is gone.
   void forget(int64_t rank) { batches_.forget(rank); }
 
  private:
@@ -56,7 +56,7 @@ class TRIREME_API CallServer {
   Value make_module(const CallMessage& call);
   void serve_batch(const Definition& method, const std::vector<ServedCall>& calls);
   void answer(const ServedCall& call, const Value& result);
-  // Finds the object of a call. Throws c10::ValueError for one that is dead, or of an earlier
+  // Finds the object of a call. Throws c10::ValueError for an object that is dead, or of an earlier
   // start.
   RefTable::Found object_of(const CallMessage& call) const;
 

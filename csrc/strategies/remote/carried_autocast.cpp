@@ -28,8 +28,8 @@ int64_t number_in(const Value& pair, size_t place, int64_t end) {
   return *number;
 }
 
-// Says whether a served call keeps casts. Torch has one cache for the process, which knows neither
-// dtypes nor threads: what one call keeps no other one may find.
+// Whether a served call keeps casts. Torch has one cache for the process, which knows neither
+// dtypes nor threads: no call may find another call's casts.
 std::atomic<bool> caching{false};
 
 }  // namespace
@@ -58,7 +58,7 @@ CarriedAutocast::CarriedAutocast(const Value& carried) {
     const auto dtype = static_cast<at::ScalarType>(
         number_in(tuple->items[i], 1, static_cast<int64_t>(at::ScalarType::NumOptions)));
     if (!at::isFloatingType(dtype)) refuse_message("of another form");
-    // A caller's accelerator may be one that this process does not have.
+    // A caller may have an accelerator that this process does not have.
     if (!at::autocast::is_autocast_available(device)) continue;
     wanted.push_back({device, true, dtype});
     before_.push_back({device, at::autocast::is_autocast_enabled(device),

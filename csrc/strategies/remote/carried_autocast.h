@@ -10,15 +10,14 @@
 
 namespace trireme::remote {
 
-// Returns what autocast says in this thread, as it travels: None where it is off, else whether
-// casts are cached, and device type and dtype of each device where it is on.
+// Returns this thread's autocast state as a value: None if it is off, else whether casts are
+// cached, and the device type and dtype of each device for which it is on.
 TRIREME_API Value present_autocast();
 
-// Autocast as it is in a caller's thread, as long as this lives. Threads that serve calls have
-// none.
+// A guard that sets the autocast state of a caller's thread. Threads that serve calls have none.
 class TRIREME_API CarriedAutocast {
  public:
-  // Throws c10::ValueError for what present_autocast() does not return.
+  // Throws c10::ValueError for a value that present_autocast() cannot return.
   explicit CarriedAutocast(const Value& carried);
   ~CarriedAutocast();
   CarriedAutocast(const CarriedAutocast&) = delete;
@@ -32,7 +31,7 @@ class TRIREME_API CarriedAutocast {
   };
   std::vector<State> before_;
   bool cached_before_ = true;
-  bool caches_ = false;  // this one keeps casts
+  bool caches_ = false;  // this guard keeps casts
   bool is_on_ = false;
 };
 

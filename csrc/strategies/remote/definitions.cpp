@@ -29,8 +29,8 @@ std::string describe(const DefinitionText& definition) {
   return text;
 }
 
-// Parameters of two languages have no common text; where both are known their numbers have to be
-// equal.
+// Parameters of two languages have no common text; if both their numbers are known they have to
+// match.
 bool agree(const DefinitionText& a, const DefinitionText& b) {
   if (a.kind != b.kind || a.batch != b.batch) return false;
   if (a.language == b.language) return a.parameters == b.parameters;

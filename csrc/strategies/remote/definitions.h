@@ -16,14 +16,14 @@
 
 namespace trireme::remote {
 
-// Is what a function or a method is called with. `object` is null but for methods.
+// The arguments of a function or a method. `object` is null but for methods.
 struct Invocation {
   Hosted* object = nullptr;
   const Values& args;
   const Dict& kwargs;
 };
 
-// Describes what other ranks may call, and does it.
+// A function, class or method that other ranks may call.
 struct Definition {
   enum class Kind { kFunction, kClass, kMethod };
 
@@ -32,34 +32,34 @@ struct Definition {
   std::string language = {};    // "Python", "C++"
   std::string parameters = {};  // "(a, b=2)", for comparisons
   int64_t count = -1;           // parameters, where their number is fixed
-  std::string place = {};       // where it was written: one that is defined there again replaces it
-  int64_t batch = 0;            // so many calls at once; 0: each by itself
+  std::string place = {};       // source location: a definition of the same place replaces it
+  int64_t batch = 0;            // number of calls served at once; 0: each by itself
 
-  // Is absent for a class.
+  // Calls a function or a method; absent for a class.
   std::function<Value(const Invocation& call)> call = {};
   // Makes an object of a class.
   std::function<std::shared_ptr<Hosted>(const Invocation& call)> make_object = {};
   // Calls a function that returns a module; absent where it returns none.
   std::function<std::shared_ptr<ModuleBody>(const Invocation& call)> make_module = {};
 
-  // Returns one line that says all that ranks compare.
+  // Returns one line with all data that ranks compare.
   std::string text() const;
 };
 
 TRIREME_API const char* text_of(Definition::Kind kind);
 
-// Holds what this process has defined. Thread-safe.
+// The definitions of this process. Thread-safe.
 class TRIREME_API Definitions {
  public:
   static Definitions& of_process();
 
-  // Throws c10::ValueError for a name that is none. One of a name that is there already is kept
-  // beside it, and start() refuses both, unless it was written at the same place.
+  // Throws c10::ValueError for an invalid name. A second definition of a name replaces the first if
+  // it was written at the same place; else both are kept, and start() refuses them.
   void add(Definition definition);
-  // Returns null for a name that nobody has defined. What it returns stays as it is.
+  // Returns null for a name that is not defined. The returned definition does not change.
   std::shared_ptr<const Definition> find(std::string_view name) const;
   std::vector<std::string> names(Definition::Kind kind) const;
-  // Returns texts by name; those that were defined twice say so.
+  // Returns texts by name; the text of a name that was defined twice says so.
   std::vector<std::string> texts() const;
 
  private:
@@ -67,7 +67,7 @@ class TRIREME_API Definitions {
   std::map<std::string, std::vector<std::shared_ptr<const Definition>>, std::less<>> all_;
 };
 
-// Is what one rank says of one definition, read again from its text.
+// One rank's definition, read from its text.
 struct DefinitionText {
   std::string name = {};
   std::string kind = {};  // "function", "class", "method"
@@ -79,12 +79,12 @@ struct DefinitionText {
 };
 TRIREME_API std::vector<DefinitionText> read_definitions(const std::string& text);
 
-// Compares what ranks have defined: returns what is wrong, the same on all ranks; empty if nothing
-// is. What only some have defined is no difference.
+// Compares the ranks' definitions: returns what is wrong, the same on all ranks; empty if nothing
+// is. A name that only some ranks have defined is no difference.
 TRIREME_API std::string difference_of(const std::vector<std::vector<DefinitionText>>& by_rank,
                                       const std::vector<std::string>& names);
 
-// Says "'a', 'b' and 'c'"; "nothing" for none.
+// Returns "'a', 'b' and 'c'"; "nothing" for none.
 TRIREME_API std::string list_of(const std::vector<std::string>& names);
 
 }  // namespace trireme::remote

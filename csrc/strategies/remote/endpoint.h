@@ -19,14 +19,14 @@
 
 namespace trireme::remote {
 
-// Is a call on its way. Thread-safe.
+// The future of a call. Thread-safe.
 template <typename T>
 class Pending {
  public:
   Pending(std::shared_ptr<Switchboard> board, PendingCallPtr call)
       : board_(std::move(board)), call_(std::move(call)) {}
 
-  // Returns the result, or throws what the call ended with; again and again.
+  // Returns the result, or throws the call's exception; may be called again.
   T wait() const {
     if constexpr (std::is_void_v<T>) {
       board_->finish(call_);
@@ -46,17 +46,17 @@ struct ModuleOptions {
   std::optional<std::chrono::milliseconds> timeout = {};
 };
 
-// Calls what other processes, or this one, have defined. `to` is a name of names(). Arguments and
-// results are of the types in typed_values.h; tensors are copied, without their graph. Every call
-// throws what it ended with there (failures.h), c10::DistBackendError naming callee and function
-// where that is gone or has not answered in time, c10::ValueError for a name that nobody has, and
-// c10::Error after stop(). Thread-safe. A call is one message there and one back.
+// Calls functions that other processes, or this one, have defined. `to` is a name of names().
+// Arguments and results are of the types in typed_values.h; tensors are copied, without their
+// graph. Every call throws the callee's exception (failures.h), c10::DistBackendError naming callee
+// and function if the callee is gone or has not answered in time, c10::ValueError for a name that
+// no rank has, and c10::Error after stop(). Thread-safe. A call is one message there and one back.
 class TRIREME_API Caller {
  public:
   Caller(std::shared_ptr<Switchboard> board, std::optional<std::chrono::milliseconds> timeout)
       : board_(std::move(board)), timeout_(timeout) {}
 
-  // Returns a caller whose calls wait so long for their answers, in place of 30 minutes.
+  // Returns a caller whose calls wait for their answers up to `timeout`, in place of 30 minutes.
   Caller within(std::chrono::milliseconds timeout) const { return {board_, timeout}; }
 
   template <typename T = void, typename... A>
@@ -69,7 +69,7 @@ class TRIREME_API Caller {
                           {value_of(args)...})};
   }
 
-  // Makes an object of a class there, which lives as long as any Ref to it does.
+  // Makes an object of a class at the callee, which lives as long as any Ref to it does.
   template <typename... A>
   RefPtr create(std::string_view to, std::string class_name, const A&... args) const {
     const Pending<RefPtr> made{board_, begin(board_->rank_of(to), Verb::kCreate,
@@ -100,11 +100,11 @@ class TRIREME_API Caller {
 };
 
 struct EndpointOptions {
-  int64_t threads = 4;  // that serve calls at one time
+  int64_t threads = 4;  // calls served at one time
 };
 
-// Lets this process call others, and be called. One that is dropped without stop() ends as if its
-// process had.
+// Lets this process call others, and be called. An endpoint that is destroyed without stop() ends
+// as if its process had.
 //
 //   trireme::Context ctx = trireme::init();
 //   trireme::remote::Endpoint endpoint(ctx, "trainer0");
@@ -125,12 +125,12 @@ class TRIREME_API Endpoint : public Caller {
   const std::vector<std::string>& names() const { return board()->names(); }
   int64_t rank() const { return board()->where().rank; }
 
-  // Makes a Ref to an object of this process, of a class that define_class() has named.
+  // Makes a Ref to an object of this process, whose class define_class() has defined.
   template <typename T>
   RefPtr here(std::shared_ptr<T> object, const std::string& class_name) const {
     return board()->show(std::make_shared<HostedObject<T>>(std::move(object)), class_name);
   }
-  // Returns an object of this process; null for one of another, or another type.
+  // Returns an object of this process; null for one of another process, or of another type.
   template <typename T>
   T* local_value(const RefPtr& ref) const {
     const auto hosted = std::dynamic_pointer_cast<HostedObject<T>>(board()->find(ref->address()));
@@ -150,9 +150,9 @@ class TRIREME_API Endpoint : public Caller {
              options.timeout}};
   }
 
-  // Collective: serves until all ranks that are still there have called it. Throws
-  // c10::DistBackendError naming those that have not come, if the others were silent for as long as
-  // the group's timeout says; then this rank serves no more.
+  // Collective: serves until all live ranks have called it. Throws c10::DistBackendError naming the
+  // missing ranks, if the others were silent for as long as the group's timeout; then this rank
+  // serves no more.
   void stop();
 };
 

@@ -8,25 +8,25 @@
 
 namespace trireme::remote {
 
-// Knows the exceptions of a language besides C++. Called by any thread.
+// Translates the exceptions of a language besides C++. Called by any thread.
 class TRIREME_API FailureLanguage {
  public:
   virtual ~FailureLanguage() = default;
-  // Throws the exception that stands for a failure of another process.
+  // Throws this language's exception for a failure of another process.
   [[noreturn]] virtual void raise(const Failure& failure) = 0;
-  // Describes an exception; nothing for one that is not of this language.
+  // Describes an exception; nullopt for one that is not of this language.
   virtual std::optional<Failure> describe(const std::exception_ptr& error) = 0;
 };
 
-// `language` lives as long as the process. Called once, before anybody calls.
+// `language` lives as long as the process. Called once, before any call.
 TRIREME_API void use_failure_language(FailureLanguage& language);
 
-// Throws what a call ended with: c10::ValueError, TypeError, IndexError, NotImplementedError and
-// DistBackendError where it was one, else c10::Error, which says the type; each says where, and has
-// the traceback behind the text. In a program of another language, an exception of that.
+// Throws a call's failure: c10::ValueError, TypeError, IndexError, NotImplementedError and
+// DistBackendError if it was one, else c10::Error, which says the type; each says where, and has
+// the traceback behind the text. In a program of another language, that language's exception.
 [[noreturn]] TRIREME_API void raise_failure(const Failure& failure);
 
-// Says what an exception was, for its caller; without `where`.
+// Describes an exception for the caller; without `where`.
 TRIREME_API Failure describe_failure(const std::exception_ptr& error);
 
 }  // namespace trireme::remote

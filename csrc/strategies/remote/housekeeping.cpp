@@ -10,7 +10,7 @@
 namespace trireme::remote {
 namespace {
 constexpr std::chrono::milliseconds kTryAgain{20};
-// So many destructors of the user's may wait at one time until the next one holds up what follows.
+// The most chores that may be stuck in user code at one time before they hold up all others.
 constexpr size_t kMostThreads = 64;
 }  // namespace
 
@@ -41,7 +41,7 @@ void Housekeeping::look() {
   if (!nothing_moves || stopping_ || threads_.size() >= kMostThreads) return;
   try {
     start_thread();
-  } catch (const std::system_error&) {  // there is none to be had: the next look tries again
+  } catch (const std::system_error&) {  // no thread to be had: the next look() tries again
   }
 }
 
@@ -69,7 +69,7 @@ void Housekeeping::run_first(std::unique_lock<std::mutex>& lock) {
   ++begun_;
   lock.unlock();
   const bool is_done = chore();
-  if (is_done) chore = nullptr;  // what it holds goes without the lock
+  if (is_done) chore = nullptr;  // its captures are destroyed without the lock
   lock.lock();
   --working_;
   if (is_done) return;
@@ -77,8 +77,8 @@ void Housekeeping::run_first(std::unique_lock<std::mutex>& lock) {
   later_.push_back(std::move(chore));
 }
 
-// Leaves the others, and joins the one that has done so before: so one at most is left to join.
-// What a language keeps for a thread goes when that ends, and may take its time.
+// Ends this thread, and joins the one that ended before it, so that at most one is left to join. A
+// join may take its time, since a language frees its thread state then.
 void Housekeeping::end_this_thread(std::unique_lock<std::mutex>& lock) {
   const auto own = std::find_if(threads_.begin(), threads_.end(), [](const std::thread& thread) {
     return thread.get_id() == std::this_thread::get_id();
@@ -101,7 +101,7 @@ void Housekeeping::work() {
     if (!chores_.empty()) {
       run_first(lock);
     } else if (later_.empty() && static_cast<int64_t>(threads_.size()) - working_ > 1) {
-      return end_this_thread(lock);  // one was stuck for a while
+      return end_this_thread(lock);  // another thread was stuck for a while
     } else if (later_.empty()) {
       changed_.wait(lock, has_work);
     } else {

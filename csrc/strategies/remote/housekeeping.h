@@ -13,12 +13,12 @@
 
 namespace trireme::remote {
 
-// Does, on a thread of its own, what destructors of any thread leave to be done: they may hold
-// locks of the user's, or Python's. Where that runs code of the user's which waits, another thread
-// does the rest. Thread-safe.
+// Runs, on a thread of its own, chores that destructors of any thread leave to it, since these may
+// hold locks of the user's, or Python's. If a chore runs user code that waits, another thread runs
+// the rest. Thread-safe.
 class TRIREME_API Housekeeping {
  public:
-  // Does not throw; returns false to be called again some time later.
+  // A piece of work that does not throw; it returns false to be called again later.
   using Chore = std::function<bool()>;
 
   Housekeeping();
@@ -26,13 +26,13 @@ class TRIREME_API Housekeeping {
   Housekeeping(const Housekeeping&) = delete;
   Housekeeping& operator=(const Housekeeping&) = delete;
 
-  // After stop() the chore is dropped.
+  // Queues a chore; drops it after stop().
   void add(Chore chore);
-  // Sees to it that no chore waits for one that takes long. Called every shm::kLookEvery.
+  // Starts another thread if chores wait for one that takes long. Called every shm::kLookEvery.
   void look();
-  // Says whether no chore is left, or only such as were not done when they were last called.
+  // Returns whether no chore is left but those that returned false.
   bool is_idle() const;
-  // Drops what is left and ends the thread.
+  // Drops the chores that are left and ends the threads.
   void stop();
 
  private:
@@ -45,12 +45,12 @@ class TRIREME_API Housekeeping {
   std::condition_variable changed_;
   std::deque<Chore> chores_;
   std::deque<Chore> later_;
-  std::chrono::steady_clock::time_point again_at_;  // for these
+  std::chrono::steady_clock::time_point again_at_;  // for `later_`
   std::list<std::thread> threads_;
-  std::list<std::thread> ended_;  // the last one that was not needed any more
+  std::list<std::thread> ended_;  // the last thread that ended itself
   int64_t working_ = 0;           // threads with a chore
   uint64_t begun_ = 0;            // counts chores
-  uint64_t seen_begun_ = 0;       // what the last look saw
+  uint64_t seen_begun_ = 0;       // at the last look()
   bool stopping_ = false;
 };
 

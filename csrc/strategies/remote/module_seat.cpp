@@ -31,7 +31,7 @@ const T& field(const CallMessage& call, size_t place) {
   return *found;
 }
 
-// Keeps the memory that a parameter had.
+// An alias of a saved parameter, which keeps the parameter's old memory.
 class PackedParameter final : public PackedTensor {
  public:
   explicit PackedParameter(const at::Tensor& parameter) : alias_(parameter.variable_data()) {}
@@ -57,7 +57,8 @@ class ParameterPacker final : public TensorPacker {
   std::unordered_set<const c10::TensorImpl*> parameters_;
 };
 
-// Hands on the gradient of an input to its leaf. A module may write into the input: it is none.
+// Hands on the gradient of an input to its leaf. The input is no leaf, so a module may write into
+// it.
 class InputBackward final : public torch::autograd::Node {
  public:
   explicit InputBackward(torch::autograd::edge_list leaf) : Node(std::move(leaf)) {}
@@ -67,7 +68,7 @@ class InputBackward final : public torch::autograd::Node {
   }
 };
 
-// Puts leaves of this graph behind the tensors among the arguments.
+// Makes the argument tensors that want a gradient results of new leaves, which it returns.
 std::vector<at::Tensor> make_leaves(CallMessage& call, const std::unordered_set<int64_t>& wanted) {
   std::vector<at::Tensor> leaves;
   int64_t number = 0;
@@ -76,7 +77,7 @@ std::vector<at::Tensor> make_leaves(CallMessage& call, const std::unordered_set<
     if (!torch::autograd::isDifferentiableType(tensor.scalar_type()))
       refuse_message("of another form");
     leaves.push_back(tensor.detach().requires_grad_());
-    // No view, and with versions of its own: nothing has saved the leaf.
+    // This is no view, and has a version counter of its own: nothing has saved the leaf.
     tensor = leaves.back().variable_data();
     torch::autograd::set_history(tensor, make_node<InputBackward>(torch::autograd::edge_list{
                                              torch::autograd::impl::gradient_edge(leaves.back())}));
@@ -92,9 +93,9 @@ struct ModuleSeat::Graph {
   explicit Graph(std::shared_ptr<OwnedModule> module) : in_flight(std::move(module)) {}
 
   OwnedModule::InFlight in_flight;
-  std::vector<at::Tensor> outputs = {};  // those with a gradient
+  std::vector<at::Tensor> outputs = {};  // tensors that require grad
   std::vector<at::Tensor> leaves = {};   // inputs that want one
-  ModuleBody::Named parameters = {};     // that require one
+  ModuleBody::Named parameters = {};     // that require a gradient
   std::vector<at::Tensor> anchors = {};
 };
 
@@ -246,7 +247,7 @@ Value ModuleSeat::state(const CallMessage& call, const OwnedModule::Use::Wait& w
   for (const auto& [name, tensor] : module_->body().state()) {
     if (wanted != nullptr && name != *wanted) continue;
     state.keys.emplace_back(name);
-    state.values.emplace_back(tensor.detach().clone());  // it may be stepped before it is sent
+    state.values.emplace_back(tensor.detach().clone());  // a step may come before it is sent
   }
   return state;
 }
@@ -267,7 +268,7 @@ void ModuleSeat::load(const CallMessage& call, const OwnedModule::Use::Wait& wai
                                  {}, "Load what a module of the same kind has saved."));
     return *there;
   };
-  // All are checked before any is written.
+  // All values are checked before any is written.
   for (size_t i = 0; i < given.keys.size(); ++i) {
     const auto* values = given.values[i].get_if<at::Tensor>();
     if (values == nullptr) refuse_message("of another form");
@@ -282,7 +283,7 @@ void ModuleSeat::load(const CallMessage& call, const OwnedModule::Use::Wait& wai
     is_parameter.insert(parameter.unsafeGetTensorImpl());
   for (size_t i = 0; i < given.keys.size(); ++i) {
     const auto& [name, tensor] = find(given.keys[i]);
-    // Autograd may have saved a buffer as itself: it is written where graphs find it changed.
+    // Autograd may have saved a buffer as itself: it is written in place, so that graphs notice.
     write_values(tensor, *given.values[i].get_if<at::Tensor>(), name,
                  afresh && is_parameter.contains(tensor.unsafeGetTensorImpl()));
   }

@@ -20,34 +20,33 @@ namespace trireme::remote {
 // [Note: steps beside graphs]
 //
 // A graph keeps the parameters that its forward used. A step of one caller must not disturb the
-// graph of another, so that, while any graph of the module is in flight, a step writes its result
-// to fresh memory and lets the parameter have that. What autograd saved of a parameter would follow
-// it there: a leaf is saved as itself. So a forward has autograd save an alias of each parameter in
-// its place, which keeps the old memory.
+// graph of another. So, while any graph of the module is in flight, a step writes its result to
+// fresh memory and moves the parameter there. A saved leaf would follow it, since autograd saves a
+// leaf as itself. So in a forward autograd saves an alias of each parameter in its place, which
+// keeps the old memory.
 
-// Is what one caller's module has at the owner: the graphs of its forwards, its gradients, the
-// states of its optimizer. It goes with the caller, or with the caller's module.
+// The owner's state of one caller's module: the graphs of its forwards, its gradients, the states
+// of its optimizer. It is freed with the caller, or with the caller's module.
 class TRIREME_API ModuleSeat final : public Hosted {
  public:
   ModuleSeat(std::shared_ptr<OwnedModule> module, std::optional<OptimizerSpec> optimizer)
       : module_(std::move(module)), optimizer_(std::move(optimizer)) {}
 
-  // Does what a call asks for; its form is described beside the functions below. Throws what the
-  // module throws, and c10::ValueError for a call of another form.
+  // Performs a call, whose form is described at the functions below. Throws what the module throws,
+  // and c10::ValueError for a call of another form.
   Value serve(Verb verb, CallMessage& call, const OwnedModule::Use::Wait& wait);
-  // Forgets the graph of a forward. What it returns may run code of the user's when it goes.
+  // Returns the graph of a forward and forgets it. Destroying the graph may run user code.
   std::shared_ptr<void> drop(int64_t forward);
 
  private:
   struct Graph;
 
-  // Takes training, whether a graph is wanted, the numbers of those tensors among the arguments
-  // that want a gradient, arguments, keyword arguments, and autocast. Returns the number of the
-  // forward (-1 without a graph), the result, and the numbers of those of its tensors that have a
-  // gradient.
+  // Takes training, whether a graph is wanted, the numbers of the argument tensors that want a
+  // gradient, arguments, keyword arguments, and autocast. Returns the number of the forward (-1
+  // without a graph), the result, and the numbers of the result's tensors that require grad.
   Value forward(CallMessage& call, const OwnedModule::Use::Wait& wait);
   // Takes the number of the forward, gradients of these tensors, and autocast. Returns gradients of
-  // those inputs that want one.
+  // the inputs that want one.
   Value backward(const CallMessage& call);
   void step(const OwnedModule::Use::Wait& wait);
   // Takes the name of one parameter or buffer, or None for all. Returns a Dict of copies.

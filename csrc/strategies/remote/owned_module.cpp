@@ -14,7 +14,7 @@ OwnedModule::Use::Use(OwnedModule& module, std::optional<bool> training, const W
   const auto may_begin = [&] {
     if (module.is_alone_) return false;
     if (alone_) return module.forwards_ == 0;
-    // Forwards that are nested in others must not wait for a step that waits for these.
+    // A nested forward must not wait for a step that waits for its outer forward.
     return module.forwards_ == 0 || module.training_ == training;
   };
   if (!may_begin()) {
@@ -31,7 +31,7 @@ OwnedModule::Use::Use(OwnedModule& module, std::optional<bool> training, const W
     return;
   }
   if (module.training_ != training) {
-    module.is_alone_ = true;  // that nobody sees the mode change
+    module.is_alone_ = true;  // so that no forward runs while the mode changes
     lock.unlock();
     try {
       module.body_->set_training(*training);

@@ -14,23 +14,23 @@
 
 namespace trireme::remote {
 
-// Is one module of this process, for all its callers. Forwards of one mode, training or not, run
-// side by side; a step, or a load, runs alone.
+// One module of this process, for all its callers. Forwards of one mode, training or not, run side
+// by side; a step, a load, or a copy of the state runs alone.
 class TRIREME_API OwnedModule {
  public:
   explicit OwnedModule(std::shared_ptr<ModuleBody> body) : body_(std::move(body)) {}
 
   ModuleBody& body() { return *body_; }
 
-  // Is in scope while the module is used. A wait lets other calls of `threads` run, and gives up
-  // with c10::DistBackendError at `until`.
+  // A guard for a use of the module. Its wait lets other calls of `threads` run, and gives up with
+  // c10::DistBackendError at `until`.
   class TRIREME_API Use {
    public:
     struct Wait {
       ServingThreads& threads;
       shm::Clock::time_point until;
     };
-    // For a forward in that mode, or, without one, alone.
+    // With a mode, for a forward; without one, for a use that runs alone.
     Use(OwnedModule& module, std::optional<bool> training, const Wait& wait);
     ~Use();
     Use(const Use&) = delete;
@@ -41,7 +41,7 @@ class TRIREME_API OwnedModule {
     bool alone_;
   };
 
-  // Counts a graph that uses the parameters as they are, as long as it lives.
+  // Counts a graph that uses the present parameters, as long as it lives.
   class TRIREME_API InFlight {
    public:
     explicit InFlight(std::shared_ptr<OwnedModule> module);
@@ -52,7 +52,7 @@ class TRIREME_API OwnedModule {
    private:
     std::shared_ptr<OwnedModule> module_;
   };
-  // Says whether graphs would see what is written in place.
+  // Returns whether any graph would see a write in place.
   bool is_in_flight() const;
 
  private:

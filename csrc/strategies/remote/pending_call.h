@@ -17,13 +17,13 @@
 
 namespace trireme::remote {
 
-// Is why a call has no answer, and never will: the callee is gone, or the call was given up.
+// The outcome of a call that never gets an answer: the callee is gone, or the call was given up.
 struct Lost {
   std::string why = {};
   bool is_late = false;  // its deadline has passed
 };
 
-// Is one call of this rank. Any thread may ask; one completes it.
+// One call of this rank. Any thread may read it; one completes it.
 class TRIREME_API PendingCall {
  public:
   using Outcome = std::variant<Value, Failure, Lost>;
@@ -31,16 +31,16 @@ class TRIREME_API PendingCall {
   PendingCall(int64_t to, std::string what, std::optional<std::chrono::milliseconds> timeout);
 
   int64_t to() const { return to_; }
-  // Says "method act of Observer".
+  // Returns "method act of Observer".
   const std::string& what() const { return what_; }
   std::chrono::milliseconds timeout() const { return timeout_; }
   shm::Clock::time_point deadline() const { return deadline_; }
 
   bool is_done() const { return done_.load(std::memory_order_acquire); }
-  // May be called once it is done.
+  // Returns the outcome; called once the call is done.
   const Outcome& outcome() const { return outcome_; }
   void complete(Outcome outcome);
-  // Keeps Refs that the callee is sent until it has answered.
+  // Keeps Refs that are sent to the callee until it has answered.
   void keep(std::vector<RefPtr> refs) { refs_ = std::move(refs); }
 
   static constexpr std::chrono::milliseconds kUsualTimeout = std::chrono::minutes(30);
@@ -56,15 +56,15 @@ class TRIREME_API PendingCall {
 };
 using PendingCallPtr = std::shared_ptr<PendingCall>;
 
-// Holds the calls of this rank that have no answer yet. Thread-safe.
+// The calls of this rank that have no answer yet. Thread-safe.
 class TRIREME_API PendingCalls {
  public:
   int64_t add(PendingCallPtr call);
-  // Returns null for a call that nobody waits for any more.
+  // Removes and returns a call; null if no thread waits for it any more.
   PendingCallPtr take(int64_t number);
-  // Takes those whose deadline has passed.
+  // Removes and returns the calls whose deadline has passed.
   std::vector<PendingCallPtr> take_late(shm::Clock::time_point now);
-  // Complete calls as lost: those to one rank, or all.
+  // Complete calls as lost: the calls to one rank, or all.
   void lose(int64_t to, const std::string& why);
   void lose_all(const std::string& why);
   bool is_empty() const;

@@ -8,8 +8,8 @@
 
 namespace trireme::remote {
 
-// Stands for an object of some rank, which lives as long as any Ref to it does. Any thread may let
-// go of it.
+// A reference to an object of some rank, which lives as long as any Ref to it does. Any thread may
+// destroy it.
 class TRIREME_API Ref {
  public:
   using LetGo = std::function<void(const RefAddress& address)>;

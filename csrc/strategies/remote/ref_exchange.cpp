@@ -83,7 +83,7 @@ bool RefExchange::try_lend(const Ref& ref, int64_t to) {
   return ref.address().owner == to || tell_count(ref.address(), to, 1);
 }
 
-// Changes a count at the owner; returns false if that takes nothing now.
+// Changes a count at the owner; returns false if the owner takes no message now.
 bool RefExchange::tell_count(const RefAddress& address, int64_t holder, int64_t change) noexcept {
   try {
     if (address.owner != where_.rank)
@@ -103,7 +103,7 @@ void RefExchange::drop(const RefAddress& seat, int64_t forward) noexcept {
       const auto alive = exchange.lock();
       return !alive || alive->tell_drop(seat, forward);
     });
-  } catch (const std::exception&) {  // no memory: the graph stays until the seat goes
+  } catch (const std::exception&) {  // no memory: the graph stays as long as its seat
   }
 }
 
@@ -141,7 +141,7 @@ void RefExchange::forget(int64_t rank) {
   clean_later();
 }
 
-// Lets go of objects that nobody has a Ref to any more: that may run code of the user's.
+// Frees objects without Refs on the housekeeping thread, since that may run user code.
 void RefExchange::clean_later() {
   if (!table_.has_gone()) return;
   for (auto& object : table_.take_gone())

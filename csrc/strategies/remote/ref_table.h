@@ -17,18 +17,18 @@ namespace trireme::remote {
 
 // [Note: who holds an object]
 //
-// The owner of an object counts, by rank, the Refs that there are. Who sends a Ref to another rank
-// tells the owner first, on its own lane: "rank 2 has one more". So the word about the receiver's
-// Ref is there before the sender can let go of its own, whatever the receiver does meanwhile; what
-// the receiver says in between may make its count negative for a moment, while the sender's is not
-// zero. An object is gone when all counts are zero. Those of a rank that has died are dropped, and
-// so is what is said of it later.
+// The owner of an object counts, by rank, the Refs to it. A rank that sends a Ref to another one
+// first tells the owner, on its own lane: "rank 2 has one more". So the owner learns of the
+// receiver's Ref before the sender can drop its own, whatever the receiver does meanwhile; a
+// message of the receiver in between may make its count negative for a moment, while the sender's
+// is not zero. An object is gone when all counts are zero. The counts of a rank that has died are
+// dropped, and so are later messages about it.
 
-// Holds the objects of this rank that others call. Thread-safe.
+// The objects of this rank that others call. Thread-safe.
 class TRIREME_API RefTable {
  public:
-  // Returns the number of the object, and counts one Ref of `holder`. An object that is there
-  // already (Hosted::identity) keeps its number.
+  // Returns the number of the object, and counts one Ref of `holder`. An object that is in the
+  // table already (Hosted::identity) keeps its number.
   int64_t add(std::shared_ptr<Hosted> object, const std::string& class_name, int64_t holder);
   struct Found {
     std::shared_ptr<Hosted> object = nullptr;
@@ -36,16 +36,16 @@ class TRIREME_API RefTable {
   };
   // Returns nothing for an object that is gone.
   Found find(int64_t number) const;
-  // Counts Refs of a rank; nothing happens to an object that is gone. Returns false for one that
-  // there never was.
+  // Changes the count of a rank; ignores an object that is gone. Returns false for a number that
+  // was never given.
   bool count(int64_t number, int64_t holder, int64_t change);
-  // Counts one Ref more; returns false if the object is gone.
+  // Counts one more Ref; returns false if the object is gone.
   bool hold(int64_t number, int64_t holder);
   void forget(int64_t holder);
-  // Returns objects that are gone, for whoever lets go of them: that may run code of the user's.
+  // Removes and returns objects that are gone; destroying them may run user code.
   std::vector<std::shared_ptr<Hosted>> take_gone();
   bool has_gone() const;
-  // Returns what there is, by class, for messages.
+  // Returns the class names of the objects, for messages.
   std::vector<std::string> classes() const;
   std::vector<std::shared_ptr<Hosted>> take_all();
 

@@ -40,7 +40,7 @@ const T& item(const Value& value, size_t place, size_t count) {
   return *found;
 }
 
-// Is the backward of one forward of a remote module, on the side of its caller.
+// The backward of one forward of a remote module, at its caller.
 class RemoteBackward final : public torch::autograd::Node, public SendsGradients {
  public:
   struct Call {
@@ -81,7 +81,7 @@ class RemoteBackward final : public torch::autograd::Node, public SendsGradients
   }
 
  private:
-  // Lets the owner free what it keeps.
+  // Lets the owner free the graph.
   void forget() noexcept {
     if (!used_.exchange(true)) call_.board->drop(call_.seat->address(), call_.forward);
   }

@@ -18,7 +18,7 @@
 
 namespace trireme::remote {
 
-// Describes a parameter of a module that is elsewhere.
+// A parameter of a remote module.
 struct RemoteParameter {
   std::string name = {};
   std::vector<int64_t> sizes = {};
@@ -31,17 +31,17 @@ struct ModuleRequest {
   std::string factory = {};
   Values args = {};
   Dict kwargs = {};
-  // Belongs to this caller, and steps with its gradients alone.
+  // This caller's optimizer, which steps with this caller's gradients alone.
   std::optional<OptimizerSpec> optimizer = {};
-  // Bounds each call; 30 minutes if there is none.
+  // The timeout of each call; 30 minutes if absent.
   std::optional<std::chrono::milliseconds> timeout = {};
 };
 
-// Is a module that lives at another rank, or at this one. Its outputs have a graph: backward() goes
-// on at the owner, where the gradients of parameters stay for this caller's step(), while those of
-// inputs come back. Thread-safe. Each function is one call, which throws what it ended with there
-// (failures.h), and c10::DistBackendError where the owner is gone or late. torch's equivalent is
-// RemoteModule under dist_autograd.context.
+// A module that lives at another rank, or at this one. Its outputs have a graph: backward()
+// continues at the owner, where the gradients of parameters stay for this caller's step(), while
+// the gradients of inputs come back. Thread-safe. Each function is one call, which throws the
+// owner's exception (failures.h), and c10::DistBackendError if the owner is gone or late. torch's
+// equivalent is RemoteModule under dist_autograd.context.
 class TRIREME_API RemoteModule {
  public:
   // Calls the factory at the owner.
@@ -50,12 +50,11 @@ class TRIREME_API RemoteModule {
   // Returns the rank of the owner.
   int64_t owner() const { return seat_->address().owner; }
 
-  // With a graph where grad mode is enabled; inputs that require gradients get them. One that is
-  // dropped without a backward frees what the owner keeps for it. The graph is used once, and has
-  // no graph of its own: a second backward, and create_graph, throw c10::Error.
+  // Calls the module, with a graph if grad mode is enabled; inputs that require gradients get them.
+  // A graph that is dropped without a backward is freed at the owner, too. A graph is used once,
+  // and has no graph of its own: a second backward, and create_graph, throw c10::Error.
   Value forward_values(const Values& args, const Dict& kwargs, bool training);
-  // Takes types of typed_values.h, in the mode of train() and eval(), which each caller has
-  // of its own.
+  // Takes types of typed_values.h, in the mode of train() and eval(), which is this caller's own.
   template <typename T = at::Tensor, typename... A>
   T forward(const A&... args) {
     return value_as<T>(forward_values({value_of(args)...}, {}, training_), "the result");
@@ -63,15 +62,15 @@ class TRIREME_API RemoteModule {
   void train(bool training = true) { training_ = training; }
   void eval() { train(false); }
 
-  // Applies the gradients of this caller, which stay until zero_grad(). Throws c10::Error without
-  // an optimizer.
+  // Steps with the gradients of this caller, which stay until zero_grad(). Throws c10::Error
+  // without an optimizer.
   void step();
   void zero_grad();
-  // Returns copies.
+  // Return copies of all parameters and buffers, and of one.
   ModuleBody::Named state();
   at::Tensor fetch(const std::string& name);
-  // Writes what it is given, by name, and leaves the rest. Throws c10::ValueError, and writes
-  // nothing, for a name that is unknown and another shape.
+  // Writes the given values, by name, and leaves the others. Throws c10::ValueError, and writes
+  // nothing, for an unknown name or another shape.
   void load(const ModuleBody::Named& values);
   std::vector<RemoteParameter> parameters();
 

@@ -10,10 +10,10 @@
 namespace trireme::remote {
 namespace {
 
-// Where a value is. It is put into words only for an error.
+// The place of a value. It is put into words only for an error.
 struct Place {
   const Place* outer = nullptr;
-  const char* name = nullptr;  // the outermost has one
+  const char* name = nullptr;  // set for the outermost place
   const Value* key = nullptr;  // in a dict
   size_t index = 0;            // in a list or a tuple
   const char* part = nullptr;  // "a key of "

@@ -11,11 +11,11 @@
 
 namespace trireme::remote {
 
-// Is a call of another rank, or of this one, on its way to its answer.
+// A call of another rank, or of this one, on its way to its answer.
 struct ServedCall {
   int64_t from = 0;
   int64_t number = 0;
-  shm::Clock::time_point deadline = {};      // nobody waits for an answer after it
+  shm::Clock::time_point deadline = {};      // the caller waits no longer
   std::string what = {};                     // "method act of Observer"
   std::shared_ptr<Hosted> object = nullptr;  // set for a method
   CallMessage call = {};

@@ -20,7 +20,8 @@ constexpr int kPauses = 100;
 constexpr std::chrono::milliseconds kTick{1};
 constexpr int kTicks = 20;
 constexpr std::chrono::seconds kGrace{1};
-// Jobs that wait for others hold a thread each; more of them are calls that go round in circles.
+// Each job that waits for others holds a thread; more jobs than this are calls in an endless
+// circle.
 constexpr int64_t kMostWaiting = 512;
 
 thread_local int64_t jobs_of_thread = 0;
@@ -78,12 +79,12 @@ void ServingThreads::run(Job job) {
   if (running_ < threads_) call_someone();
 }
 
-// Sees to it that a thread finds the job that has come.
+// Makes sure that a thread finds a new job.
 void ServingThreads::call_someone() {
   const int64_t free = without_job();
   const bool may_start = static_cast<int64_t>(all_.size()) <= threads_ + kMostWaiting;
   const auto wanted = std::min(static_cast<int64_t>(jobs_.size()), threads_ - running_);
-  // Who takes messages looks for jobs by itself, and so does who ticks, but later.
+  // A thread that takes messages looks for jobs by itself, and so does one that ticks, but later.
   if (free < wanted && !stopping_ && may_start) start_thread();
   if (ticking_ + asleep_ > 0 && (!leads_ || wanted > 1 || drivers_ > 0)) changed_.notify_one();
   if (leads_ && drivers_ > 0) shm::ring(source_.bell());
@@ -118,21 +119,21 @@ void ServingThreads::run_first(std::unique_lock<std::mutex>& lock) {
     ++running_;
     ++in_jobs_;
     if (may_run()) call_someone();
-    // Somebody has to look whether this job takes long.
+    // Some thread has to notice if this job takes long.
     if (ticking_ == 0 && asleep_ > 0) changed_.notify_one();
     lock.unlock();
     ++jobs_of_thread;
     job();
     --jobs_of_thread;
-  }  // what the job holds goes without the lock
+  }  // the job's captures are destroyed without the lock
   lock.lock();
   --running_;
   --in_jobs_;
   if (stopping_) changed_.notify_all();
 }
 
-// Leaves the others, and joins the one that has done so before: so one at most is left to join.
-// What a language keeps for a thread goes when that ends, and may take its time.
+// Ends this thread, and joins the one that ended before it, so that at most one is left to join. A
+// join may take its time, since a language frees its thread state then.
 void ServingThreads::end_this_thread(std::unique_lock<std::mutex>& lock) {
   const auto own = std::find_if(all_.begin(), all_.end(), [](const std::thread& thread) {
     return thread.get_id() == std::this_thread::get_id();
@@ -165,11 +166,12 @@ void ServingThreads::work() {
     if (may_run()) {
       run_first(lock);
       ticks = 0;
-      // It goes on taking messages at once, unless another thread has begun to.
+      // This thread takes messages again at once, unless another thread has begun to.
       if (!leads_ && drivers_ == 0 && !may_run() && !stopping_) lead(lock);
       continue;
     }
-    // At the end of a process what a thread of a language keeps may not be given back any more.
+    // At the end of a process a language's thread state may not be freed any more, so the thread
+    // stays.
     if (left_) changed_.wait(lock, [] { return false; });
     if (stopping_) return;
     const bool nobody_takes = !leads_ && drivers_ == 0;
@@ -231,7 +233,7 @@ bool ServingThreads::rest(const std::function<bool()>& enough, Clock::time_point
 }
 
 // Looks for ranks that have gone, unless some thread has done so lately. Threads take turns at
-// taking messages, and where messages keep coming no turn is as long as the time between two looks.
+// taking messages, and if messages keep coming no turn is as long as the time between two looks.
 void ServingThreads::look_if_due(Clock::time_point now) {
   Clock::rep due = look_at_;
   const Clock::rep next = (now + shm::kLookEvery).time_since_epoch().count();
@@ -239,7 +241,7 @@ void ServingThreads::look_if_due(Clock::time_point now) {
     source_.look();
 }
 
-// Takes messages until `enough` returns true, asleep where none come.
+// Takes messages until `enough` returns true; sleeps while none come.
 template <typename Enough>
 bool ServingThreads::drive(const Enough& enough, std::optional<Clock::time_point> until,
                            bool interrupts) {

@@ -45,12 +45,13 @@ std::shared_ptr<Switchboard> Switchboard::start(const std::shared_ptr<Communicat
   Agreement agreed = agree_on_start(*communicator, {name, threads});
   std::vector<int> ranks(static_cast<size_t>(where.world));
   std::iota(ranks.begin(), ranks.end(), 0);
-  // A group of its own, so that a rank that dies ends nothing else, and nobody else's end ends it.
+  // Makes a group of its own, so that a dying rank ends nothing else, and no other group's end ends
+  // it.
   auto own = communicator->split(ranks, "remote");
   if (!own)
     C10_THROW_ERROR(NotImplementedError, error_text("remote", "got an engine that makes no groups",
                                                     where, "Use Gloo, NCCL or shared memory."));
-  // Constructors of shared objects are not private.
+  // std::make_shared() cannot call a private constructor.
   std::shared_ptr<Switchboard> made(new Switchboard(std::move(own), where));
   made->names_ = std::move(agreed.names);
   made->definitions_ = std::move(agreed.definitions);
@@ -159,7 +160,7 @@ PendingCallPtr Switchboard::begin(CallRequest request) {
 Value Switchboard::finish(const PendingCallPtr& call) {
   if (!call->is_done()) {
     check_usable();
-    // Another thread may be about to complete it; that takes no longer.
+    // Another thread may be about to complete the call, which is soon done.
     while (!threads_->wait([&] { return call->is_done(); }, call->deadline())) end_late_calls();
   }
   const PendingCall::Outcome& outcome = call->outcome();
@@ -273,7 +274,7 @@ bool Switchboard::poll() {
     try {
       handle(std::move(arrival));
     } catch (const std::exception&) {
-      // Nobody of ours sends such bytes. A call that they were meant for ends at its deadline.
+      // No rank of ours sends such bytes. A call that they were meant for ends at its deadline.
     }
   }
   box_->wake();
@@ -286,7 +287,7 @@ void Switchboard::look() {
   housekeeping_->look();
 }
 
-// Ends what a rank that is gone had to do with this one, and nothing else.
+// Ends the calls and Refs of a rank that is gone, and nothing else.
 void Switchboard::forget(int64_t rank) {
   calls_.lose(rank, box_->why_gone(rank).value_or("it is gone"));
   server_->forget(rank);
@@ -328,7 +329,7 @@ void Switchboard::handle_call(int64_t from, int64_t number, const TensorMessage&
 
 void Switchboard::handle_answer(MessageKind kind, int64_t from, int64_t number,
                                 const TensorMessage& message) {
-  // It is read in any case: Refs in it are this rank's to let go of.
+  // The answer is read in any case: this rank has to drop the Refs in it.
   PendingCall::Outcome outcome;
   try {
     Value value = read(message);
@@ -343,7 +344,7 @@ void Switchboard::handle_answer(MessageKind kind, int64_t from, int64_t number,
 
 // --- the end -------------------------------------------------------------------------------------
 
-// Returns the others that are still there, and of which it does not hold.
+// Returns the other live ranks for which `has` returns false.
 std::vector<int64_t> Switchboard::others_without(
     const std::function<bool(int64_t rank)>& has) const {
   std::vector<int64_t> found;
@@ -352,8 +353,7 @@ std::vector<int64_t> Switchboard::others_without(
   return found;
 }
 
-// Posts something to each of the others that is still there; `tell` returns false to be called
-// again.
+// Calls `tell` for each other live rank; `tell` returns false to be called again.
 void Switchboard::tell_others(const std::function<bool(int64_t rank)>& tell) {
   std::set<int64_t> told;
   const auto has_told = [&](int64_t rank) {
@@ -367,7 +367,8 @@ void Switchboard::tell_others(const std::function<bool(int64_t rank)>& tell) {
   wait_while_heard("tell the others", [&] { return others_without(has_told).empty(); });
 }
 
-// Waits, and gives up when nothing has come for as long as the group's timeout says.
+// Waits until `enough` returns true; throws if no message has come for as long as the group's
+// timeout.
 void Switchboard::wait_while_heard(const char* what, const std::function<bool()>& enough) {
   heard_ = shm::Clock::now().time_since_epoch().count();
   for (;;) {
@@ -419,19 +420,19 @@ void Switchboard::close() {
   calls_.lose_all("this rank has called stop()");
   if (threads_) threads_->stop();
   if (housekeeping_) housekeeping_->stop();
-  if (refs_) refs_->table().take_all();  // that may run code of the user's
+  if (refs_) refs_->table().take_all();  // may run user code
 }
 
 void Switchboard::abandon(const std::string& why) noexcept {
   if (!closed_.exchange(true) && forks_ == forks_so_far()) leave(why);
 }
 
-// Ends calls, and waits for nobody.
+// Ends this rank's calls, and waits for no other rank.
 void Switchboard::leave(const std::string& why) noexcept {
   try {
     calls_.lose_all(why);
     threads_->leave();
-    // Threads may be in code of the user's for ever, and use this.
+    // Threads may be in user code for ever, and use this object.
     leak(shared_from_this());
   } catch (const std::exception&) {  // no memory, at the end of the process
   }

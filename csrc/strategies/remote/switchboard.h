@@ -26,14 +26,14 @@
 
 namespace trireme::remote {
 
-// Is what a rank asks of another one.
+// A rank's request to another one.
 struct CallRequest {
   int64_t to = 0;
   CallMessage message = {};
   std::optional<std::chrono::milliseconds> timeout = {};
   RefPtr object = {};  // kept until the answer
 
-  // Makes it a call of an object, at its owner.
+  // Makes this a call of an object, at its owner.
   void call_object(RefPtr ref) {
     to = ref->address().owner;
     message.object = ref->address().number;
@@ -42,7 +42,7 @@ struct CallRequest {
   }
 };
 
-// Sends calls and answers, and serves what others call. Thread-safe, but for stop().
+// Sends calls and answers, and serves the calls of others. Thread-safe, but for stop().
 class TRIREME_API Switchboard final : private Source,
                                       private Replies,
                                       public std::enable_shared_from_this<Switchboard> {
@@ -55,17 +55,17 @@ class TRIREME_API Switchboard final : private Source,
 
   RankOf where() const { return where_; }
   const std::vector<std::string>& names() const { return names_; }
-  // Throws c10::ValueError for a name that nobody has.
+  // Throws c10::ValueError for a name that no rank has.
   int64_t rank_of(std::string_view name) const;
-  // Says "p1 (rank 1)".
+  // Returns "p1 (rank 1)".
   std::string name_of(int64_t rank) const;
-  // Returns the names of methods that objects of that class have there.
+  // Returns the names of the methods that the owner has defined for the address's class.
   std::vector<std::string> methods_of(const RefAddress& address) const;
 
-  // Sends a call. One whose callee is gone, or takes nothing before the deadline, has ended when
-  // this returns. Throws c10::Error after stop() and in a forked child.
+  // Sends a call. If the callee is gone, or takes no message before the deadline, the call has
+  // ended when this returns. Throws c10::Error after stop() and in a forked child.
   PendingCallPtr begin(CallRequest request);
-  // Waits for the answer, until the call's deadline. Throws what the call ended with.
+  // Waits for the answer, until the call's deadline. Throws the call's exception.
   Value finish(const PendingCallPtr& call);
   bool is_done(const PendingCall& call);
 
@@ -76,11 +76,11 @@ class TRIREME_API Switchboard final : private Source,
   // Lets the owner of a seat forget a forward. Never throws.
   void drop(const RefAddress& seat, int64_t forward) noexcept;
 
-  // Collective: serves until all ranks that are still there have called it. Throws
-  // c10::DistBackendError naming those that have not come, if the others were silent for as long as
-  // the group's timeout says; then this rank serves no more.
+  // Collective: serves until all live ranks have called it. Throws c10::DistBackendError naming the
+  // missing ranks, if the others were silent for as long as the group's timeout; then this rank
+  // serves no more.
   void stop();
-  // Ends without the others, at the end of a process: never throws.
+  // Ends without the others, at the end of a process. Never throws.
   void abandon(const std::string& why) noexcept;
   // Throws c10::Error after stop() and in a forked child.
   void check_usable() const;
@@ -128,9 +128,9 @@ class TRIREME_API Switchboard final : private Source,
   std::unique_ptr<ServingThreads> threads_;
   std::unique_ptr<CallServer> server_;
   std::mutex polling_;
-  std::atomic<shm::Clock::rep> heard_{0};  // when something came
+  std::atomic<shm::Clock::rep> heard_{0};  // when the last message came
   std::vector<std::atomic<bool>> byes_;    // [rank]
-  std::atomic<bool> closed_{false};        // no call of this rank begins any more
+  std::atomic<bool> closed_{false};        // no new call of this rank begins
 };
 
 }  // namespace trireme::remote

@@ -18,17 +18,18 @@
 
 namespace trireme::remote {
 
-// Defines what other processes may call, before start():
+// Functions that define what other processes may call, before start():
 //
 //   remote::define("add", [](const at::Tensor& a, const at::Tensor& b) { return a + b; });
 //   remote::define_class<Counter>("Counter", remote::init<int64_t>(),
 //                                 remote::method("add", &Counter::add));
 //   remote::define_module("make_net", [](int64_t width) { return torch::nn::Linear(width, 1); });
 //
-// Parameters and results are of the types in typed_values.h, and arguments come by position. They
-// are called by several threads at one time. What they throw is thrown by the call, with its text.
+// Parameters and results are of the types in typed_values.h, and arguments come by position.
+// Several threads may call a definition at one time. The call throws its exceptions, with their
+// text.
 
-// Name the types of a function's parameters; are not defined, only asked for their type.
+// Declared only, to deduce a function's parameter types.
 template <typename R, typename... A>
 std::tuple<std::remove_cvref_t<A>...> arguments_of(R (*)(A...));
 template <typename R, typename C, typename... A>
@@ -41,7 +42,7 @@ auto arguments_of(const F&) -> decltype(arguments_of(&F::operator()));
 template <typename F>
 using ArgumentsOf = decltype(arguments_of(std::declval<F>()));
 
-// Throws c10::TypeError where there are not `count` arguments, or some by keyword.
+// Throws c10::TypeError if there are not `count` arguments, or some by keyword.
 TRIREME_API void check_arguments(const Values& args, const Dict& kwargs, size_t count);
 
 // Calls a function with values.
@@ -55,7 +56,7 @@ auto call_typed(const F& function, const Values& args, const Dict& kwargs) {
   }(std::make_index_sequence<kCount>());
 }
 
-// Returns its result as a value; None for one without a result.
+// Calls a function, and returns its result as a value; None for void.
 template <typename Arguments, typename F>
 Value call_for_value(const F& function, const Values& args, const Dict& kwargs) {
   if constexpr (std::is_void_v<decltype(call_typed<Arguments>(function, args, kwargs))>) {
@@ -73,7 +74,7 @@ std::string text_of_types(const std::tuple<A...>*) {
   return "(" + text + ")";
 }
 
-// Returns a definition without what it calls.
+// Returns a definition without its function.
 template <typename Arguments>
 Definition typed_definition(std::string name, Definition::Kind kind,
                             const std::source_location& place) {
@@ -96,7 +97,7 @@ void define(std::string name, F function,
   Definitions::of_process().add(std::move(made));
 }
 
-// Is an object of a C++ class.
+// An object of a C++ class.
 template <typename T>
 class HostedObject final : public Hosted {
  public:
@@ -108,7 +109,7 @@ class HostedObject final : public Hosted {
   std::shared_ptr<T> object_;
 };
 
-// Says how an object is made.
+// The parameter types of a class's constructor.
 template <typename... A>
 struct Init {
   using Arguments = std::tuple<std::remove_cvref_t<A>...>;
@@ -124,8 +125,8 @@ struct Method {
   M member;
   int64_t batch;
 };
-// With a batch it runs once for so many calls: it takes a std::vector of each argument, one item
-// per call, and returns a std::vector of as many results.
+// With a batch, the method runs once for that number of calls: it takes a std::vector of each
+// argument, one item per call, and returns a std::vector of as many results.
 template <typename M>
 Method<M> method(std::string name, M member, int64_t batch = 0) {
   return {std::move(name), member, batch};
@@ -148,7 +149,7 @@ void define_method(const std::string& class_name, const Method<M>& method,
   Definitions::of_process().add(std::move(made));
 }
 
-// Is where a class is defined: its name converts to it.
+// The name of a class, which converts to this, and where it is defined.
 struct ClassName {
   template <typename Text>
     requires std::is_convertible_v<Text, std::string>
@@ -160,7 +161,7 @@ struct ClassName {
   std::source_location place;
 };
 
-// T is made by the first arguments' constructor; its methods are called by several threads.
+// T is constructed with the types of `init`; several threads may call its methods at one time.
 template <typename T, typename... A, typename... M>
 void define_class(ClassName name, Init<A...> /*init*/, const Method<M>&... methods) {
   using Arguments = typename Init<A...>::Arguments;
@@ -175,7 +176,7 @@ void define_class(ClassName name, Init<A...> /*init*/, const Method<M>&... metho
   (define_method<T>(name.text, methods, name.place), ...);
 }
 
-// Is a module of C++, behind the type of its forward().
+// A module of C++, with values in place of its forward()'s types.
 template <typename M>
 class CppModuleBody final : public ModuleBody {
  public:
@@ -189,7 +190,7 @@ class CppModuleBody final : public ModuleBody {
         return module_->forward(std::forward<decltype(all)>(all)...);
       };
       return call_for_value<Arguments>(bound, args, kwargs);
-    } else {  // a template, as that of Sequential
+    } else {  // forward() is a template, as Sequential's
       const auto bound = [this](const at::Tensor& input) { return module_->forward(input); };
       return call_for_value<std::tuple<at::Tensor>>(bound, args, kwargs);
     }
@@ -225,8 +226,8 @@ std::shared_ptr<ModuleBody> body_of(const M& holder) {
   return body_of(holder.ptr());
 }
 
-// The function returns a module holder or a std::shared_ptr of a module; one that it has returned
-// before has its callers share parameters.
+// The factory returns a module holder or a std::shared_ptr of a module. If it returns one module
+// twice, the callers share its parameters.
 template <typename F>
 void define_module(std::string name, F factory,
                    const std::source_location& place = std::source_location::current()) {

@@ -26,10 +26,11 @@ namespace trireme::remote {
 // Throws c10::TypeError: "args[1] is a str, expected a Tensor".
 [[noreturn]] TRIREME_API void refuse_value(const Value& value, const std::string& place,
                                            const std::string& expected);
-// Throws c10::ValueError for an integer that the type does not have.
+// Throws c10::ValueError for an integer that is out of the type's range.
 [[noreturn]] TRIREME_API void refuse_range(int64_t value, const std::string& place);
 
-// Says how a C++ type is a Value: kind() as texts name it, to() and from(). Specialised below.
+// The conversion between a C++ type and a Value: kind() for messages, to() and from(). Specialised
+// below.
 template <typename T>
 struct Typed;
 
@@ -42,7 +43,7 @@ Value value_of(const T& given) {
   }
 }
 
-// Throws what refuse_value() and refuse_range() do; `place` says which value it is.
+// Converts a value; throws as refuse_value() and refuse_range() do. `place` names the value.
 template <typename T>
 T value_as(const Value& value, const std::string& place) {
   return Typed<std::remove_cvref_t<T>>::from(value, place);
@@ -73,7 +74,7 @@ struct Typed<T> {
   }
 };
 
-// Tensors, and what becomes one (torch::Tensor, Parameter).
+// Tensors, and types that convert to one (torch::Tensor, Parameter).
 template <>
 struct Typed<at::Tensor> {
   static std::string kind() { return "a Tensor"; }

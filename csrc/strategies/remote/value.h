@@ -22,7 +22,7 @@ using Values = std::vector<Value>;
 struct Bytes {
   std::string bytes = {};
 };
-// Without `= {}`, for which clang wants to know all of a Value here.
+// These have no `= {}`, for which clang would need a complete Value here.
 struct List {
   Values items;
 };
@@ -32,22 +32,22 @@ struct Tuple {
 struct Set {
   Values items;  // keys, as those of a Dict
 };
-// Keeps its order. A key is nothing, a bool, an integer, a double, a text, bytes, or a tuple of
-// such.
+// A dict that keeps its order. A key is None, a bool, an integer, a double, a text, bytes, or a
+// tuple of keys.
 struct Dict {
   Values keys;
   Values values;  // parallel to `keys`
 };
 
-// Is what a call takes and returns. Tensors are those that were put in, or, of a message, ones over
-// memory of their own.
+// An argument or result of a call. Its tensors are the ones that were put in, or, from a message,
+// tensors with memory of their own.
 struct TRIREME_API Value {
   using Content = std::variant<std::monostate, bool, int64_t, double, std::string, Bytes,
                                at::Tensor, RefPtr, List, Tuple, Set, Dict>;
 
   Value() = default;
   template <typename T, typename = std::enable_if_t<!std::is_same_v<std::decay_t<T>, Value>>>
-  Value(T&& content) : content(std::forward<T>(content)) {}  // NOLINT: it stands for what it holds
+  Value(T&& content) : content(std::forward<T>(content)) {}  // NOLINT: it stands for its content
 
   template <typename T>
   bool is() const {
@@ -61,10 +61,11 @@ struct TRIREME_API Value {
   Content content = {};
 };
 
-// Says what a value is in messages, by Python's names: "None", "an int", "a Tensor", "a dict".
+// Returns the kind of a value for messages, by Python's names: "None", "an int", "a Tensor", "a
+// dict".
 TRIREME_API const char* kind_of(const Value& value);
 
-// Nesting up to this is understood.
+// The deepest nesting of a value that is understood.
 inline constexpr int kDeepest = 100;
 
 }  // namespace trireme::remote

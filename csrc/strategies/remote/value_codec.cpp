@@ -32,12 +32,12 @@ enum class ByteKind : uint8_t {
   kDict,
 };
 
-// A few items are taken at once; more only as they are read, since a count may be a lie.
+// Memory for a few items is taken at once; more only as they are read, since a count may be false.
 constexpr uint64_t kItemsAtOnce = 8;
 constexpr size_t kUsualBytes = 128;
 constexpr const char* kKeys = "None, a bool, an int, a float, a str, bytes or a tuple of such";
 
-// Returns how many bytes the first character takes; 0 if it is none.
+// Returns how many bytes the first character takes; 0 if it is invalid.
 size_t length_of_first(const unsigned char* bytes, size_t left) {
   const unsigned char lead = bytes[0];
   if (lead < 0x80) return 1;
@@ -142,7 +142,7 @@ class ValueWriter {
   }
 
   void write_key(const Value& key) {
-    is_in_key_ = true;  // it was not: what holds keys can be none
+    is_in_key_ = true;  // was false: a value that holds keys is no key
     write(key);
     is_in_key_ = false;
   }
@@ -185,7 +185,7 @@ class ValueReader {
   ValueReader(std::string_view left, const std::vector<at::Tensor>& tensors, const AdoptRef& adopt)
       : left_(left), tensors_(tensors), adopt_(adopt) {}
 
-  // Reads into a value that is nothing.
+  // Reads into a value that is None.
   void read(Value& value) {
     if (left_.empty()) refuse_bytes("ends too early");
     const auto kind = static_cast<ByteKind>(left_.front());
@@ -270,7 +270,7 @@ class ValueReader {
     is_in_key_ = false;
   }
 
-  // Returns a count of what takes so many bytes each at least.
+  // Returns a count of items that take at least `least_bytes` each.
   uint64_t open(uint64_t least_bytes) {
     if (++depth_ > kDeepest)
       refuse_bytes("is nested deeper than " + std::to_string(kDeepest) + " levels");

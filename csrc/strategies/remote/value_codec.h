@@ -23,13 +23,12 @@ namespace trireme::remote {
 //   9 list, 10 tuple, 11 set: a count of 8 bytes, and as many values
 //   12 dict: a count of 8 bytes, and as many pairs of a key and a value
 //
-// Whoever reads them trusts nothing: a length is compared with the bytes that are left, a count
-// with them too, since each value takes one byte at least; no memory is taken for a count before
-// its values were read; nesting is bounded, kinds that are not known are refused, and so are bytes
-// behind the value, tensors that no place names, keys that cannot be keys, and texts that are not
-// UTF-8.
+// The reader trusts nothing: a length is compared with the bytes that are left, and so is a count,
+// since each value takes one byte at least; no memory is taken for a count before its values were
+// read; nesting is bounded; unknown kinds are refused, and so are bytes behind the value, tensors
+// that no place names, invalid keys, and texts that are not UTF-8.
 
-// Is where an object lives. What travels of a Ref.
+// The wire form of a Ref: owner rank, session, object number and class.
 struct RefAddress {
   int64_t owner = 0;    // rank
   int64_t session = 0;  // tells starts of the owner apart
@@ -42,24 +41,24 @@ struct RefAddress {
 struct EncodedValue {
   std::string text = {};                 // the bytes
   std::vector<at::Tensor> tensors = {};  // in the order in which the bytes name them
-  std::vector<RefPtr> refs = {};         // they stand as they were met
+  std::vector<RefPtr> refs = {};         // in the order in which they were met
 };
 
-// Returns the address of a Ref; the codec itself does not know what one is.
+// Returns the address of a Ref, a type that the codec does not know.
 using AddressOf = std::function<RefAddress(const Ref& ref)>;
-// Returns what stands for an object at this rank. May throw.
+// Returns this rank's Ref for an address. May throw.
 using AdoptRef = std::function<RefPtr(const RefAddress& address)>;
 
 // Throws c10::ValueError for a value that is nested deeper than kDeepest, a text that is not UTF-8,
-// or a Dict whose keys and values are not as many, and c10::TypeError for a key that cannot be one,
-// an undefined tensor, or a null Ref.
+// or a Dict whose keys and values differ in number, and c10::TypeError for an invalid key, an
+// undefined tensor, or a null Ref.
 TRIREME_API EncodedValue encode(const Value& value, const AddressOf& address_of);
 
 // Throws c10::ValueError saying what is wrong with the bytes, and what `adopt` throws.
 TRIREME_API Value decode(std::string_view text, const std::vector<at::Tensor>& tensors,
                          const AdoptRef& adopt);
 
-// Says whether bytes are UTF-8, as Python takes it: no surrogates, no overlong forms.
+// Returns whether bytes are UTF-8 as Python defines it: no surrogates, no overlong forms.
 TRIREME_API bool is_utf8(std::string_view bytes);
 
 }  // namespace trireme::remote

@@ -16,7 +16,7 @@ void change_tensors(Value& value, const std::function<void(at::Tensor&)>& change
 
 std::vector<at::Tensor> tensors_of(const Value& value) {
   std::vector<at::Tensor> found;
-  // It only reads.
+  // The callback only reads.
   change_tensors(const_cast<Value&>(value), [&](at::Tensor& tensor) { found.push_back(tensor); });
   return found;
 }

@@ -11,11 +11,11 @@
 namespace trireme::remote {
 
 // Calls `change` for each tensor in a value, in one order on all ranks: items as they come, of a
-// Dict its values. (Keys, and what a set holds, are no tensors.)
+// Dict its values. (Keys, and items of a set, are no tensors.)
 TRIREME_API void change_tensors(Value& value, const std::function<void(at::Tensor&)>& change);
 TRIREME_API std::vector<at::Tensor> tensors_of(const Value& value);
 
-// Returns a gradient as it travels: one of another layout is made dense.
+// Returns a gradient in the layout in which it is sent: dense.
 TRIREME_API at::Tensor dense(const at::Tensor& gradient);
 
 }  // namespace trireme::remote

@@ -12,12 +12,12 @@
 
 namespace trireme::remote {
 
-// What goes from process to process: one byte for its kind, a number of 8 bytes, and a value
-// (value_codec.h) that the structs below describe. The number is that of the call, for counts and
-// drops that of the object.
+// The messages between processes: one byte for the kind, a number of 8 bytes, and a value
+// (value_codec.h) that the structs below describe. The number is the call's, for counts and drops
+// the object's.
 enum class MessageKind : uint8_t { kCall = 1, kAnswer, kFailure, kCount, kDrop, kBye };
 
-// What a call asks for. Those behind kMethod go to the seat of a module (module_seat.h).
+// The kind of a call. Verbs behind kMakeModule go to the seat of a module (module_seat.h).
 enum class Verb : int64_t {
   kFunction,
   kCreate,
@@ -35,7 +35,7 @@ inline constexpr int64_t kVerbs = static_cast<int64_t>(Verb::kParameters) + 1;
 
 struct CallMessage {
   Verb verb = Verb::kFunction;
-  std::string name = {};    // the definition's; for a module, its factory's
+  std::string name = {};    // of the definition; for a module, of its factory
   int64_t object = -1;      // -1: none
   int64_t session = 0;      // the owner's
   int64_t timeout_ms = -1;  // how long the caller waits
@@ -43,10 +43,10 @@ struct CallMessage {
   Dict kwargs = {};
 };
 
-// Says what a call asks for: "function add", "method act of Observer", "forward of make_net".
+// Returns the text of a call: "function add", "method act of Observer", "forward of make_net".
 TRIREME_API std::string what_of(Verb verb, const std::string& name);
 
-// Says what ended a call at its callee.
+// The exception that ended a call at its callee.
 struct Failure {
   std::string type = {};    // "ValueError"
   std::string module = {};  // "builtins"
@@ -55,7 +55,7 @@ struct Failure {
   std::string where = {};  // "function add at p1 (rank 1)"
 };
 
-// Changes how many Refs a rank has of an object.
+// A change of the number of Refs that a rank has of an object.
 struct CountMessage {
   int64_t holder = 0;
   int64_t change = 0;
@@ -67,13 +67,14 @@ struct Head {
   int64_t number = 0;
 };
 
-// Throws c10::ValueError: "got a message of another form". `what` says what is wrong with it.
+// Throws c10::ValueError: "got a message of another form". `what` says what is wrong with the
+// message.
 [[noreturn]] TRIREME_API void refuse_message(const char* what);
 
-// Returns the bytes of a message; its value is made by the functions below.
+// Returns the bytes of a message, whose value is made by the functions below.
 TRIREME_API EncodedValue encode_message(const Head& head, const Value& value,
                                         const AddressOf& address_of);
-// Throws c10::ValueError where the bytes are none.
+// Read a message; throw c10::ValueError for invalid bytes.
 TRIREME_API Head read_head(std::string_view text);
 TRIREME_API Value read_value(std::string_view text, const std::vector<at::Tensor>& tensors,
                              const AdoptRef& adopt);
@@ -81,7 +82,7 @@ TRIREME_API Value read_value(std::string_view text, const std::vector<at::Tensor
 TRIREME_API Value to_value(CallMessage call);
 TRIREME_API Value to_value(const Failure& failure);
 TRIREME_API Value to_value(const CountMessage& count);
-// Throw c10::ValueError for a value that is none of such.
+// Throw c10::ValueError for a value of another form.
 TRIREME_API CallMessage call_of(Value value);
 TRIREME_API Failure failure_of(const Value& value);
 TRIREME_API CountMessage count_of(const Value& value);

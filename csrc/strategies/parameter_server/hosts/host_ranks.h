@@ -9,7 +9,7 @@
 
 namespace trireme::ps {
 
-// Says which ranks of a group share the memory of a host, and which of them work and serve.
+// The ranks of a group by the host whose memory they share, and which of them work and serve.
 struct HostRanks {
   std::vector<std::vector<int64_t>> hosts;  // ranks, ascending
   int64_t own = 0;                          // this rank's host
@@ -28,8 +28,8 @@ struct HostRanks {
   }
 };
 
-// Throws ValueError where ranks do not share the memory of their host, and, on several hosts, where
-// one has no rank that serves, or for backup workers.
+// Throws ValueError if ranks do not share the memory of their host, and, on several hosts, if one
+// has no rank that serves, or for backup workers.
 HostRanks host_ranks_of(Communicator& communicator, const Options& options);
 
 }  // namespace trireme::ps

@@ -14,7 +14,8 @@
 namespace trireme::ps {
 namespace {
 
-// A server that waits for another worker names it at its own deadline; that answer is on its way.
+// The time, after the deadline, for the answer of a server that at its own deadline names a late
+// worker.
 constexpr std::chrono::seconds kForItsAnswer{2};
 constexpr std::chrono::milliseconds kForItsCause{500};
 constexpr int kLooksForAnswer = 50;
@@ -69,7 +70,7 @@ void RemoteShares::tell_all(const ShareRequest& request, const Errand& errand) {
   for (const int64_t host : others()) tell(host, request, {}, errand);
 }
 
-// Takes what has come, and drops answers that nobody wants any more.
+// Takes messages that have come, and drops answers that no caller wants any more.
 void RemoteShares::take_answers() {
   for (MessageBox::Arrival& arrival : parts_.box->take_arrivals()) {
     ShareAnswer read = share_answer_of(arrival.message.text);
@@ -92,8 +93,8 @@ void RemoteShares::refuse_gone(int64_t host, const std::string& how, const Erran
                  "Start the group again; what was saved can be loaded."));
 }
 
-// Throws where a server is gone, but a moment later: its last word may be on its way, and what has
-// ended it, the loss of a worker say, this host is about to learn, too.
+// Throws if a server is gone, but a moment later: its last message may be on its way, and this host
+// may be about to learn the cause, too, the loss of a worker say.
 void RemoteShares::check(const Errand& errand) {
   looked_at_ = shm::Clock::now();
   check_interruption();
@@ -181,7 +182,8 @@ void RemoteShares::leave(LineState state, std::string_view word) noexcept {
       wait_until(host, errand, [&] { return parts_.box->try_end(server); });
       wait_until(host, errand, [&] { return parts_.box->is_drained(); });
     } catch (const std::exception&) {
-      // It is gone itself, or does not listen: then it finds out that this worker has gone.
+      // The server is gone, or does not listen: then it finds out by itself that this worker has
+      // gone.
     }
   }
 }

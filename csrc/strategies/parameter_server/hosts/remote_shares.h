@@ -18,7 +18,7 @@
 
 namespace trireme::ps {
 
-// Is what a host answers, once it has come.
+// A host's answer, once it has come.
 struct AnswerOfHost {
   int64_t host = 0;
   bool has_come = false;
@@ -28,9 +28,9 @@ struct AnswerOfHost {
 using RemoteAnswer = std::shared_ptr<AnswerOfHost>;
 using RemoteAnswers = std::vector<RemoteAnswer>;
 
-// Is how one worker, or a rank that serves, reaches the shares of other hosts; see [Note: a table
-// on several hosts] in table_shares.h. Called by the thread that has the worker's lock. A wait
-// whose errand says so lets others in.
+// A worker's link to the shares of other hosts; see [Note: a table on several hosts] in
+// table_shares.h. Called by the thread that has the worker's lock. A wait whose errand says so lets
+// the worker's other threads in.
 class TRIREME_API RemoteShares {
  public:
   struct Parts {
@@ -38,9 +38,9 @@ class TRIREME_API RemoteShares {
     std::shared_ptr<ClockBoard> board;
     int64_t own_host = 0;
     std::vector<int64_t> servers;       // the ranks that serve this worker, by host
-    std::chrono::milliseconds limit{};  // ends one wait
+    std::chrono::milliseconds limit{};  // of one wait
   };
-  // What the board waits for on this host ends, too, when a server is gone.
+  // Makes waits of the board end, too, when a server is gone.
   explicit RemoteShares(Parts parts);
   ~RemoteShares();
   RemoteShares(const RemoteShares&) = delete;
@@ -52,20 +52,20 @@ class TRIREME_API RemoteShares {
   std::vector<int64_t> others() const;
 
   using Tensors = std::vector<at::Tensor>;
-  // Sends a request, whose ticket it sets; waits while there is no room. Throws DistBackendError
-  // where that server is gone.
+  // Sends a request; ask() sets its ticket. Waits while there is no room. Throws DistBackendError
+  // if that server is gone.
   void tell(int64_t host, const ShareRequest& request, Tensors tensors, const Errand& errand);
   RemoteAnswer ask(int64_t host, ShareRequest request, Tensors tensors, const Errand& errand);
   // Sends the same to all other hosts.
   void tell_all(const ShareRequest& request, const Errand& errand);
 
-  // Says whether an answer is there. Throws DistBackendError where a server is gone.
+  // Returns whether an answer has come. Throws DistBackendError if a server is gone.
   bool has_come(const AnswerOfHost& answer, const Errand& errand);
-  // Waits for an answer. Throws DistBackendError with the words of the server, or where it is gone
-  // or does not come; and what a signal handler raised.
+  // Waits for an answer. Throws DistBackendError with the server's error, or if the server is gone
+  // or does not answer; and what a signal handler raised.
   Tensors wait(const AnswerOfHost& answer, const Errand& errand);
 
-  // Says good-bye to all servers, and waits until what was told has been taken. Never throws.
+  // Takes leave of all servers, and waits until they have taken all messages. Never throws.
   void leave(LineState state, std::string_view word) noexcept;
 
  private:
@@ -79,7 +79,7 @@ class TRIREME_API RemoteShares {
   Parts parts_;
   int64_t tickets_ = 0;
   std::map<int64_t, std::weak_ptr<AnswerOfHost>> asked_;
-  // These say by the rank of a server what has ended it, and since when it is known to be gone.
+  // By the rank of a server: the error that ended it, and the time at which it was found gone.
   std::map<int64_t, std::string> last_words_;
   std::map<int64_t, shm::Clock::time_point> gone_since_;
   shm::Clock::time_point looked_at_;

@@ -9,7 +9,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-// Texts of exceptions may hold bytes that are no UTF-8.
+// Returns the JSON as text; texts of exceptions may hold bytes that are not UTF-8.
 std::string dump(const Json& json) {
   return json.dump(-1, ' ', false, Json::error_handler_t::replace);
 }

@@ -8,13 +8,13 @@
 
 namespace trireme::ps {
 
-// Is what a worker asks of a server on another host; tensors go beside it.
+// A worker's request to a server on another host; tensors go beside it.
 //
 //   kPull    dense: nothing; rows: ids         answer: tensors of the share; rows
 //   kPush    dense: gradients of the share, some undefined; rows: ids and gradients
 //   kSetRate, kClock
 //   kIds     answer: ids of the share's rows
-//   kSave    answer: all tensors of all shares, from the worker that saves; see share_server.h
+//   kSave    answer: tensors of all tables' shares, to the worker that saves; see share_server.h
 //   kLeave   nothing more comes from this worker
 struct ShareRequest {
   enum class Verb : int64_t { kPull, kPush, kSetRate, kClock, kIds, kSave, kLeave };
@@ -25,17 +25,16 @@ struct ShareRequest {
   double number = 1;    // the scale of a push, or a learning rate
   bool create = true;   // whether a pull makes rows
   LineState state = LineState::kLeft;
-  std::string word = {};  // what ended the worker
+  std::string word = {};  // the error that ended the worker
 };
 
-// Is what a server answers. An error is that of the request, or of an earlier one without an
-// answer.
+// A server's answer. The error is of the request, or of an earlier request without an answer.
 struct ShareAnswer {
   int64_t ticket = -1;
   std::string error = {};
 };
 
-// Write them as JSON, and read that. Throw ValueError for what is none.
+// Write and read messages as JSON. Throw ValueError for any other text.
 TRIREME_API std::string to_text(const ShareRequest& request);
 TRIREME_API std::string to_text(const ShareAnswer& answer);
 TRIREME_API ShareRequest share_request_of(const std::string& text);

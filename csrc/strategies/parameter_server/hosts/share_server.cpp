@@ -25,7 +25,7 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 using Verb = ShareRequest::Verb;
 
-// Who says what nobody understands has left by an error.
+// Treats a malformed request as the worker's failure.
 ShareRequest request_or_failure(const std::string& text) {
   try {
     return share_request_of(text);
@@ -40,7 +40,7 @@ ShareRequest request_or_failure(const std::string& text) {
 
 }  // namespace
 
-// Stands for one worker.
+// The stand-in for one worker of another host.
 class ShareServer::Seat {
  public:
   struct Task {
@@ -85,7 +85,7 @@ class ShareServer::Seat {
   void join() noexcept {
     if (thread_.joinable()) thread_.join();
   }
-  // Ends its waits, and its thread when all that has come is answered.
+  // Ends the thread's waits, and the thread when all tasks that have come are answered.
   void end() noexcept {
     tables_.board->worker_lock().end_for_others();
     tables_.board->ring_all();
@@ -101,7 +101,7 @@ class ShareServer::Seat {
       if (task.request.verb == Verb::kLeave) return;
     }
   }
-  // Waits for one; false when there will be none.
+  // Waits for a task; returns false when none will come.
   bool next(Task& task) {
     std::unique_lock lock(mutex_);
     has_task_.wait(lock, [this] { return ends_ || !tasks_.empty(); });
@@ -110,7 +110,7 @@ class ShareServer::Seat {
     tasks_.pop_front();
     return true;
   }
-  // Does what a task asks for, and answers if an answer is wanted.
+  // Performs a task, and answers if an answer is wanted.
   void answer(const Task& task) {
     ShareAnswer answer{task.request.ticket, failed_};
     Tensors tensors;
@@ -169,7 +169,8 @@ class ShareServer::Seat {
       if (task.tensors.at(i).defined()) gradients.insert(dense->tensor_names()[i], task.tensors[i]);
     dense->push_tensors(gradients, task.request.number);
   }
-  // Meets the workers of this host; returns all shares if the worker is the first of them.
+  // Meets the workers of this host; returns this host's shares of all tables if the worker is the
+  // first.
   Tensors share_to_save() const {
     Tensors tensors;
     save_together(tables_, [&] {
@@ -182,7 +183,7 @@ class ShareServer::Seat {
     tables_.desk->note_left();
     tables_.board->leave(request.state, request.word);
   }
-  // Waits for room, as long as the worker is there.
+  // Sends an answer; waits for room as long as the worker lives.
   void post(const ShareAnswer& answer, const Tensors& tensors) const {
     TensorMessage message;
     message.text = to_text(answer);
@@ -196,14 +197,14 @@ class ShareServer::Seat {
         shm::sleep_on(box.bell(), rung);
       }
     } catch (const std::exception&) {
-      // The worker has gone: who takes messages finds out.
+      // The worker has gone: take_messages() notices.
     }
   }
 
   ShareServer& server_;
   int64_t rank_;
   HostTables tables_;
-  std::string failed_;  // is the error of a request without an answer
+  std::string failed_;  // the error of a request without an answer
   std::mutex mutex_;
   std::condition_variable has_task_;
   std::deque<Task> tasks_;
@@ -280,7 +281,7 @@ void ShareServer::close(std::string_view error) noexcept {
         parts_.box->try_post(seat->rank(), word, "the last word");
       if (!parts_.box->why_gone(seat->rank())) parts_.box->try_end(seat->rank());
     } catch (const std::exception&) {
-      // It has gone.
+      // The worker has gone.
     }
   }
   parts_.box->is_drained();

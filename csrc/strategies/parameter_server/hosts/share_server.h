@@ -18,19 +18,19 @@ namespace trireme::ps {
 
 // [Note: a rank that stands for workers of other hosts]
 //
-// For each of some workers of other hosts it has what a worker of this host has: a line on the
-// board, and the tables. A thread per worker does what its messages ask for, in their order, and
-// waits where a worker would wait. So nothing in the memory of a host knows of other hosts, but
-// that a line says so.
+// A serving rank has a line on the board and a view of the tables for each worker of another host
+// that it serves, as a worker of this host has. A thread per worker performs the worker's requests
+// in their order, and waits where a worker would wait. So nothing in the memory of a host knows of
+// other hosts, but for a flag in a worker's line.
 //
-// A request without an answer that fails (a push without memory) makes all later ones of its worker
-// fail, so that the worker hears of it at its next pull. A worker that has gone without a word is
-// noted as lost when all that it had sent is done.
+// If a request without an answer fails (a push without memory), all later ones of its worker fail,
+// so that the worker gets the error at its next pull. A worker that has died is marked as lost when
+// all its requests are done.
 //
-// To save, all workers meet on each host. There the first of them writes; on its own host it does,
-// and elsewhere who stands for it answers with the tensors of the share.
+// To save, all workers meet on each host. The first worker writes the files on its own host; the
+// rank that stands for it on another host answers with the tensors of the share.
 
-// Does what workers of other hosts ask of the share of this one.
+// Serves the requests of workers of other hosts to the shares of this one.
 class TRIREME_API ShareServer {
  public:
   struct Parts {
@@ -53,13 +53,13 @@ class TRIREME_API ShareServer {
   void make_tables();
   // Returns the tables of the first of these workers; null if there is none.
   const HostTables* first_tables() const;
-  // Begins to serve: a thread takes messages, and one per worker does what they ask for.
+  // Begins to serve: a thread takes messages, and a thread per worker performs its requests.
   void start();
-  // Says that nothing more comes from here, and what has ended this rank, if anything has. Never
-  // throws.
+  // Stops, and tells the workers that no more messages come, and the error that ended this rank, if
+  // any. Never throws.
   void close(std::string_view error) noexcept;
-  // Ends that, once what has come is answered; waits of these threads end by an error. Never
-  // throws. Any thread may call it.
+  // Ends the threads, once all requests that have come are answered; their waits end by an error.
+  // Never throws. Any thread may call it.
   void stop() noexcept;
 
  private:
