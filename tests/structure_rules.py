@@ -5,7 +5,7 @@ python -m tests.structure_rules    prints what is long or full. No rule limits t
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PurePosixPath
 
@@ -146,10 +146,12 @@ def foreign_headers(path: PurePosixPath, text: str) -> list[str]:
 
 
 # Values that need neither a tensor nor a group, whatever else lies in their folder.
-PURE = re.compile(r"csrc/strategies/pipeline/(action|partition|refuse|schedule\w*)\.(h|cpp)")
+PURE = re.compile(
+    r"csrc/strategies/pipeline/(action|partition|refuse|schedule\w*|stage_costs)\.(h|cpp)"
+)
 PURE_MAY_INCLUDE = re.compile(
     r"[a-z_]+|c10/util/Exception\.h"
-    r"|trireme/(common/\w+|strategies/pipeline/(action|partition|refuse|schedule\w*))\.h"
+    r"|trireme/(common/\w+|strategies/pipeline/(action|partition|refuse|schedule\w*|stage_costs))\.h"
 )
 
 
@@ -371,11 +373,26 @@ def import_circle(texts: Mapping[str, str]) -> list[str]:
         names = trireme_imports(text, types=False)
         targets = {name if name in texts else name.rpartition(".")[0] for name in names}
         edges[module] = targets & texts.keys()
+    return circle_in(edges)
+
+
+def circle_in(edges: Mapping[str, Collection[str]]) -> list[str]:
     try:
         TopologicalSorter(edges).prepare()
     except CycleError as error:
         return list(error.args[1])
     return []
+
+
+def include_circle(texts: Mapping[PurePosixPath, str]) -> list[str]:
+    """Pairs of header and source, of which each includes the next one; none if there is none."""
+    edges: dict[str, set[str]] = {}
+    for path, text in texts.items():
+        own = path.with_suffix("").relative_to("csrc").as_posix()
+        names = {include[1:].removeprefix("trireme/") for include in includes(text)}
+        others = {name.removesuffix(".h") for name in names} - {own}
+        edges.setdefault(own, set()).update(others)
+    return circle_in({own: others & edges.keys() for own, others in edges.items()})
 
 
 def imports_of_tests(path: PurePosixPath, text: str) -> list[str]:

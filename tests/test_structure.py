@@ -27,6 +27,7 @@ from structure_rules import (
     foreign_members,
     import_circle,
     imports_of_tests,
+    include_circle,
     includes,
     layer_edges,
     module_name,
@@ -97,6 +98,7 @@ SPLIT_CLASSES = {
     "HostGroup": "what happens to a group when a rank fails",
     "Mailbox": "what happens to messages when a rank fails",
     "MultiHostCollectives": "memory, moves and reductions over hosts, a file each",
+    "PipelineEngine": "what there is around the actions of a step, and the actions",
     "Zero": "its step, its writing, its samples and its fused optimizer, a file each",
 }
 
@@ -111,6 +113,11 @@ def test_a_source_defines_the_classes_of_its_header() -> None:
         for name in foreign_members(text, known.get(path.with_suffix(".h"), ""), declared)
     }
     assert found == set(SPLIT_CLASSES)
+
+
+@pytest.mark.parametrize("room", ["csrc/comm/*", "csrc/strategies/pipeline/**/*"])
+def test_files_of_a_room_include_each_other_in_no_circle(room: str) -> None:
+    assert include_circle(dict(sources(f"{room}.h", f"{room}.cpp"))) == []
 
 
 def test_no_two_headers_define_one_class() -> None:
@@ -254,6 +261,14 @@ def test_an_import_of_a_test_file_is_named_with_its_line() -> None:
 def test_a_circle_is_found(text: str, bites: bool) -> None:
     texts = {"trireme.a": text, "trireme.b": "import trireme.a"}
     assert bool(import_circle(texts)) == bites
+
+
+def test_a_circle_of_includes_is_found() -> None:
+    there = "#include <trireme/comm/b.h>\n"
+    back = "#include <trireme/comm/a.h>\n"
+    texts = {PurePosixPath("csrc/comm/a.cpp"): there, PurePosixPath("csrc/comm/b.h"): ""}
+    assert include_circle(texts) == []
+    assert include_circle(texts | {PurePosixPath("csrc/comm/b.cpp"): back}) != []
 
 
 @pytest.mark.parametrize(("one", "other", "bites"), TWINS)
