@@ -1,6 +1,6 @@
 #pragma once
 
-// Everything a C++ program needs.
+// All headers that a C++ program needs.
 #include <trireme/activation/checkpoint.h>
 #include <trireme/activation/checkpoint_plan.h>
 #include <trireme/activation/checkpoint_sequential.h>

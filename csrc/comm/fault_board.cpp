@@ -240,7 +240,7 @@ std::optional<std::string> FaultBoard::read(const char* what, int64_t rank) cons
   return to_text(store_->get(key));
 }
 
-// What is known of a rank that is awaited.
+// The known state of an awaited rank.
 struct FaultBoard::Word {
   enum class Kind : uint8_t { kLeft, kLost, kOther };
   std::string text;

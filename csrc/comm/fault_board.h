@@ -59,8 +59,8 @@ class TRIREME_API FaultBoard {
 
   // Returns whether a rank has left, or its process on this host has ended.
   bool has_gone(int64_t rank) const noexcept;
-  // What is known of the other ranks, those that no longer run first. ask_others() returns it once
-  // all have left a message, or `patience` is over.
+  // The known state of the other ranks, those that no longer run first. ask_others() returns it
+  // once all have left a message, or `patience` is over.
   struct Others {
     std::string text;
     bool all_left_normally = false;  // all ranks of which something is known

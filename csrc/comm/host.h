@@ -34,7 +34,7 @@ struct HostMemory {
 // CPU tensors, by the rank that holds their values.
 using PartsByRank = std::vector<std::vector<at::Tensor>>;
 
-// What ranks of a communicator can do because they share the memory of a host: all of them, or, on
+// The operations of ranks that share the memory of a host: all ranks of a communicator, or, on
 // several hosts, those of each. Every function but group() is collective over the communicator, in
 // one order with its verbs, and throws what a verb throws. One thread at a time may use it.
 class TRIREME_API Host {

@@ -5,13 +5,12 @@
 
 namespace trireme {
 
-// No wait lasts longer: a hundred years, which added to the time of any clock still is a time.
+// The longest wait: a hundred years, which added to the time of any clock still is a time.
 constexpr std::chrono::milliseconds kLongestWait = std::chrono::hours(24) * 36525;
 
-// Returns how long a caller means to wait: what is longer than kLongestWait becomes that. Python's
-// durations come here by way of a 64-bit count of microseconds, beyond which they turn negative:
-// what is that far below zero was meant to be longer than any. Other times below zero stay what
-// they are.
+// Returns how long a caller means to wait, kLongestWait at most. Python's durations come here by
+// way of a 64-bit count of microseconds, beyond which they turn negative: one that far below zero
+// was meant to be longer than any. Other times below zero stay as they are.
 constexpr std::chrono::milliseconds saturated(std::chrono::milliseconds duration) {
   return duration < -kLongestWait ? kLongestWait : std::min(duration, kLongestWait);
 }

@@ -36,7 +36,7 @@ int64_t parse_number(const char* name, std::string_view text, Range range) {
   return number;
 }
 
-// Holds the variables of one process, as numbers where they are numbers.
+// The variables of one process, as numbers where they are numbers.
 class Variables {
  public:
   explicit Variables(const EnvironmentLookup& lookup) : lookup_(lookup) {}
@@ -54,7 +54,7 @@ class Variables {
   const EnvironmentLookup& lookup_;
 };
 
-// Says where one family of variables puts this process; the local part may be missing.
+// The place that one family of variables gives to this process; the local part may be missing.
 struct Place {
   Launcher launcher = Launcher::kAlone;
   int64_t rank = 0;
@@ -90,8 +90,8 @@ std::optional<Place> place_by_open_mpi(const Variables& variables) {
                       "OMPI_COMM_WORLD_LOCAL_SIZE"});
 }
 
-// Hydra is mpirun of MPICH and Intel MPI, and one of MVAPICH's. Only it says what MPI_LOCALNRANKS
-// says: srun, too, may set the other two.
+// Hydra is mpirun of MPICH and Intel MPI, and one of MVAPICH's. Only it sets MPI_LOCALNRANKS: srun,
+// too, may set the other two.
 std::optional<Place> place_by_mpich(const Variables& variables) {
   if (variables.has("MPI_LOCALNRANKS")) {
     return place_named(variables, Launcher::kMpich,
@@ -153,7 +153,7 @@ void refuse_batch_script(const Variables& variables) {
       "Start the program with srun or torchrun, or set RANK=0 and WORLD_SIZE=1 to run it alone.");
 }
 
-// Taken for a process that is alone each of these ranks would train by itself.
+// Refuses ranks of an unknown launcher: taken for single processes, each would train by itself.
 void refuse_unknown_launcher(const Variables& variables) {
   const auto rank = variables.number("PMI_RANK");
   const int64_t world = variables.number("PMI_SIZE", {1, kMaxRanks}).value_or(1);
@@ -201,7 +201,7 @@ void check_rank(RankOf where) {
   }
 }
 
-// The caller decides rank and world; what a launcher says about hosts counts where it is about the
+// The caller decides rank and world; a launcher's variables about hosts count if they are about the
 // same rank.
 Place place_for_caller(const Variables& variables, RankOf caller) {
   const Place found = find_place(variables);

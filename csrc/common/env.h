@@ -10,9 +10,9 @@
 
 namespace trireme {
 
-// Says who told this process its place.
+// The source of this process's place.
 enum class Launcher : uint8_t {
-  kAlone,      // nobody: one process, world 1
+  kAlone,      // no launcher: one process, world 1
   kVariables,  // RANK and WORLD_SIZE: torchrun, or set by hand
   kOpenMpi,    // mpirun of Open MPI
   kMpich,      // mpirun of MPICH, Intel MPI or MVAPICH
@@ -20,7 +20,7 @@ enum class Launcher : uint8_t {
   kCaller,     // rank and world were arguments, and no launcher says the same (mp.spawn, threads)
 };
 
-// Holds the place of this process among its peers, as its environment tells it. All members are
+// The place of this process among its peers, as its environment tells it. All members are
 // consistent: 0 <= rank < world, 0 <= local_rank < local_world <= world.
 struct LaunchEnvironment {
   Launcher launcher = Launcher::kAlone;
@@ -28,12 +28,12 @@ struct LaunchEnvironment {
   int64_t world = 1;
   int64_t local_rank = 0;           // among the ranks of this host
   int64_t local_world = 1;          // how many ranks this host has
-  std::string master_addr;          // the host of rank 0; empty: nobody said
-  int64_t master_port = 0;          // where rank 0 listens there; 0: nobody said
+  std::string master_addr;          // host of rank 0; empty: unknown
+  int64_t master_port = 0;          // where rank 0 listens there; 0: unknown
   std::string init_method;          // TRIREME_INIT_METHOD, see RendezvousRequest
   int64_t attempt = 0;              // how often torchrun has restarted the ranks
   bool agent_serves_store = false;  // torchrun's agent already listens at master_addr:master_port
-  std::optional<int64_t> cpus_per_task;  // what SLURM gave to each rank
+  std::optional<int64_t> cpus_per_task;  // CPUs that SLURM gave to each rank
   std::optional<int64_t>
       omp_num_threads;  // OMP_NUM_THREADS, unless it is the 1 that torchrun puts there
 
@@ -50,7 +50,7 @@ TRIREME_API std::optional<std::string> lookup_process_environment(const char* na
 // MPI), or MV2_COMM_WORLD_* (MVAPICH); SLURM's step variables; else world 1. mpirun comes before
 // SLURM because inside a batch script it hands the ranks of a host the same SLURM_PROCID.
 //
-// Where nobody gives local ranks, all ranks are taken to be on one host. Under SLURM rank 0 is on
+// If no variable gives local ranks, all ranks are taken to be on one host. Under SLURM rank 0 is on
 // the first host of the step, and its port follows from the job's and the step's number.
 //
 // Throws std::invalid_argument (ValueError in Python) for variables that are incomplete, contradict

@@ -1,4 +1,4 @@
 #pragma once
 
-// Everything is compiled with hidden visibility; what another library may use carries this mark.
+// Marks what another library may use; everything else is compiled with hidden visibility.
 #define TRIREME_API __attribute__((visibility("default")))

@@ -15,7 +15,7 @@ std::atomic<uint64_t> forks{0};
 
 void count_fork() { forks.fetch_add(1, std::memory_order_relaxed); }
 
-// Knows a file by what does not change when its descriptor is closed and the number used again.
+// A mapping and its file, known by numbers that stay when its descriptor is closed and used again.
 struct SharedMapping {
   void* begin;
   size_t bytes;
@@ -24,7 +24,7 @@ struct SharedMapping {
   ino_t inode;
 };
 
-// They are never destroyed: children of a process that is about to end need it, too.
+// Never destroyed: children of a process that is about to end need it, too.
 struct SharedMappings {
   std::mutex mutex;
   std::vector<SharedMapping> all;
@@ -41,8 +41,8 @@ bool is_open(const SharedMapping& mapping) {
          found.st_ino == mapping.inode;
 }
 
-// Runs in the child, which has one thread and may not allocate. Reserves no swap: it takes what it
-// writes.
+// Runs in the child, which has one thread and may not allocate. Reserves no swap: only written
+// pages take memory.
 void make_private(const SharedMapping& mapping) {
   constexpr int kFlags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
   if (is_open(mapping) && ::mmap(mapping.begin, mapping.bytes, PROT_READ | PROT_WRITE, kFlags,
@@ -56,7 +56,7 @@ void before_fork() { SharedMappings::instance().mutex.lock(); }
 
 void after_fork_in_parent() { SharedMappings::instance().mutex.unlock(); }
 
-// What is private already stays so in the child's own children, with what the child has written.
+// Mappings that are private already stay so in the child's own children, with the child's writes.
 void after_fork_in_child() {
   SharedMappings& mappings = SharedMappings::instance();
   for (const SharedMapping& mapping : mappings.all) make_private(mapping);

@@ -3,12 +3,12 @@
 #include <bit>
 #include <cstdint>
 
-// What runs inside Isa::run (isa.h) is forced inline, because only what is inlined there is
-// compiled for that instruction set.
+// Forces inlining: only functions that are inlined into Isa::run (isa.h) are compiled for its
+// instruction set.
 #define TRIREME_INLINE [[gnu::always_inline]] inline
 
-// Defines fp16 and bf16 without torch. The conversions are exact or round to nearest even, know
-// subnormals, infinities and NaNs, and have no branches, so that compilers vectorise them.
+// fp16 and bf16 without torch. The conversions are exact or round to nearest even, know subnormals,
+// infinities and NaNs, and have no branches, so that compilers vectorise them.
 namespace trireme::cpu {
 
 struct Half {

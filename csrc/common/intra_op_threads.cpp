@@ -5,8 +5,7 @@
 #include <algorithm>
 #include <mutex>
 
-// These belong to the OpenMP runtime and the MKL that torch has loaded; a torch without has none to
-// set.
+// Functions of the OpenMP runtime and the MKL that torch has loaded; null in a torch without them.
 extern "C" {
 __attribute__((weak)) void omp_set_num_threads(int threads);
 __attribute__((weak)) int MKL_Set_Num_Threads_Local(int threads);

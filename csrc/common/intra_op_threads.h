@@ -8,8 +8,8 @@
 
 namespace trireme {
 
-// Sets how many threads the parallel regions of ATen, OpenMP and MKL have that the calling thread
-// begins, and no other's: at::set_num_threads() would also tell every thread that starts later.
+// Sets the number of threads in parallel regions of ATen, OpenMP and MKL begun by this thread, and
+// no other's: at::set_num_threads() would also tell every thread that starts later.
 TRIREME_API void set_own_intra_op_threads(int threads);
 
 // Returns the intra-op threads of each worker, which together are `threads`, so that each core is

@@ -12,12 +12,12 @@
 #include <immintrin.h>
 #endif
 
-// Lists the instruction sets that one binary carries loops for. Each type below compiles a generic
-// body for its set (`run`), and does what compilers do not do by themselves: multiplies runs of
-// fp16 into fp32 (`widen`) and back (`narrow`), which x86 has instructions for, writes past the
-// caches (`stream`), and fuses a product into a sum (`multiply_add`). All but the last give the
-// same bits, save those of a NaN, as long as a body never adds to a product: all sets but SSE2
-// would fuse the two and round once.
+// The instruction sets that one binary carries loops for. Each type below compiles a generic body
+// for its set (`run`), and does what compilers do not do by themselves: multiplies runs of fp16
+// into fp32 (`widen`) and back (`narrow`), which x86 has instructions for, writes past the caches
+// (`stream`), and fuses a product into a sum (`multiply_add`). All but the last give the same bits,
+// save those of a NaN, as long as a body never adds to a product: all sets but SSE2 would fuse the
+// two and round once.
 namespace trireme::cpu {
 
 TRIREME_INLINE float fused_multiply_add(float a, float b, float c) {
@@ -27,7 +27,7 @@ TRIREME_INLINE double fused_multiply_add(double a, double b, double c) {
   return __builtin_fma(a, b, c);
 }
 
-// Is what the compiler was told to assume: SSE2 on x86-64, NEON on 64-bit Arm.
+// The set that the compiler assumes: SSE2 on x86-64, NEON on 64-bit Arm.
 struct Baseline {
   static constexpr std::string_view kName = "baseline";
   static bool supported() { return true; }
@@ -77,7 +77,7 @@ struct Avx2 {
   static constexpr std::string_view kName = "avx2";
   static bool supported() {
     unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-    // This is asked by hand: older compilers do not know the name "f16c".
+    // Checked by hand: older compilers do not know the name "f16c".
     const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
     return f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   }
@@ -165,7 +165,7 @@ using Isas = std::tuple<Baseline>;
 
 #endif  // __x86_64__
 
-// Ordinary stores that follow are seen after the streamed ones that came before.
+// Makes later ordinary stores visible only after the streamed ones before them.
 inline void stream_fence() {
 #if defined(__x86_64__)
   _mm_sfence();

@@ -2,8 +2,8 @@
 
 namespace trireme {
 
-// Says whether this code is instrumented by ThreadSanitizer, which takes reads that are checked
-// only afterwards for races.
+// Whether this code is instrumented by ThreadSanitizer, which takes reads that are checked only
+// afterwards for races.
 #if defined(__SANITIZE_THREAD__)
 inline constexpr bool kThreadSanitizer = true;
 #elif defined(__has_feature)

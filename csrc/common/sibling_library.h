@@ -6,8 +6,8 @@
 
 namespace trireme {
 
-// What needs libraries that not every machine has (NCCL, the CUDA runtime) lies in a library of its
-// own, libtrireme_<part><suffix>.so beside libtrireme<suffix>.so, so that the two are of one build.
+// A symbol of libtrireme_<part><suffix>.so beside libtrireme<suffix>.so, of the same build: a
+// library for code that needs others which not every machine has (NCCL, the CUDA runtime).
 struct SiblingSymbol {
   void* address = nullptr;
   std::string why_not;  // the loader's text, if `address` is nullptr

@@ -5,7 +5,7 @@
 namespace trireme {
 
 void* current_stream_handle(c10::Device device) {
-  // Their guards exist, but answer a question for a native handle with an error.
+  // Guards of these devices exist, but throw when asked for a native handle.
   if (device.is_cpu() || device.is_meta()) return nullptr;
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
 }

@@ -14,23 +14,23 @@ namespace trireme {
 // The turn of one thread at a time. A thread that has ended has it no longer.
 class TRIREME_API ThreadTurn {
  public:
-  // `area` is that of what take() throws.
+  // `area` is that of take()'s errors.
   explicit ThreadTurn(std::string area,
                       std::chrono::milliseconds timeout = std::chrono::minutes(30))
       : area_(std::move(area)), timeout_(timeout) {}
 
-  // Waits until no other thread has it, and for as long lets signal handlers run. Called without
-  // the GIL. Returns whether this thread has not had it before. Throws c10::Error if another thread
+  // Waits until no other thread has it, and meanwhile lets signal handlers run. Called without the
+  // GIL. Returns whether this thread has not had it before. Throws c10::Error if another thread
   // still has it after `timeout`.
   bool take();
   // Takes it, unless another thread has it.
   bool try_take();
-  // Says whether this thread has it.
+  // Returns whether this thread has it.
   bool is_own() const;
-  // Called when this thread has it, by whichever thread.
+  // Gives the turn back, whichever thread has it. Any thread may call it.
   void give_back() noexcept;
 
-  // Has the turn while it lives; leaves it to a thread that has it anyway.
+  // Takes the turn while it lives; leaves it to a thread that has it anyway.
   class Guard {
    public:
     explicit Guard(ThreadTurn& turn) : turn_(turn), took_(turn.take()) {}

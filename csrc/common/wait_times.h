@@ -10,7 +10,7 @@
 
 namespace trireme {
 
-// Adds up how long waits take. Any thread may call it.
+// The total times of waits, by cause. Any thread may call it.
 class TRIREME_API WaitTimes {
  public:
   // Counts a wait from now on until the result goes.

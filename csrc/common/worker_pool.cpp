@@ -56,7 +56,7 @@ struct WorkerPool::Task {
 
   void run(size_t worker, c10::Device device) const {
     const at::ThreadLocalStateGuard state_guard(state);
-    // Hooks of the caller may count what is saved, in the order of one thread: others are carried.
+    // Drops the caller's hooks, which may count in the order of one thread; `carried` sets others.
     at::SavedTensorDefaultHooks::set_tls_state({});
     const std::shared_ptr<void> kept = carried ? carried() : nullptr;
     const c10::OptionalDeviceGuard device_guard(device);  // the last job may have chosen another
@@ -121,7 +121,7 @@ WorkerPool::WorkerPool(std::vector<c10::Device> devices, std::vector<int> intra_
 
 WorkerPool::~WorkerPool() {
   if (forks_so_far() != born_) {
-    // These are the parent's threads, which this process never had.
+    // The threads are the parent's, which this process never had.
     for (std::thread& thread : threads_) thread.detach();
     return;
   }

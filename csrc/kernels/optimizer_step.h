@@ -55,8 +55,8 @@ struct GradScale {
 // anything is written. Move the version counters of written tensors; record nothing for autograd.
 //
 // Cost on the CPU: one pass, shared among torch's intra-op threads; some 100 ns per parameter
-// besides. On CUDA one launch per device, dtype and 512 parameters on the current stream,
-// asynchronous. Other devices, and tensor subclasses, take ATen's operators.
+// besides. On CUDA one launch per device, dtype, step counted on the host and 512 parameters on the
+// current stream, asynchronous. Other devices, and tensor subclasses, take ATen's operators.
 TRIREME_API void adam_step(const AdamLists& lists, const AdamStepOptions& options,
                            const GradScale& scale = {});
 TRIREME_API void sgd_step(const SgdLists& lists, const SgdStepOptions& options,

@@ -61,7 +61,7 @@ struct MemoryRequest {
   MemoryAccounting accounting = MemoryAccounting::kTrireme;
   OptimizerState optimizer = {};
   std::optional<at::ScalarType> grad_dtype = {};  // else each parameter's
-  // As in ZeroOptions. Under kFsdp it is false if ranks share no memory (Gloo): they gather units.
+  // See ZeroOptions. Under kFsdp it is false if ranks share no memory (Gloo): they gather units.
   bool host_params = true;
   // Elements of the largest unit (one call of fully_shard), for kFsdp that gathers; 0: the model is
   // one.

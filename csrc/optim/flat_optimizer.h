@@ -21,9 +21,9 @@
 // of another one; torch's classes do not. save_checkpoint() (saving/module_checkpoint.h) has no
 // such bounds.
 //
-// What differs: states of bf16 and fp16 parameters are fp32. Results are those of torch's Python
-// optimizers with fused=True (optimizer_step.h); those of torch's C++ classes round some terms
-// otherwise.
+// The states of bf16 and fp16 parameters are fp32, which torch's are not. Results are those of
+// torch's Python optimizers with fused=True (optimizer_step.h); those of torch's C++ classes round
+// some terms otherwise.
 //
 // step() asks the gates of its parameters (write_gate.h), so that trireme::step() is not needed. It
 // throws what they do, c10::TypeError for sparse gradients and for other dtypes than those of

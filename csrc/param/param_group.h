@@ -28,8 +28,7 @@ class TRIREME_API ModuleFace {
   virtual bool requires_grad(size_t parameter) const = 0;
   // Called when the user has set it on the unsharded leaf, which the module showed.
   virtual void set_requires_grad(size_t /*parameter*/, bool /*requires_grad*/) const {}
-  // Returns the count of in-place writes to the optimizer's parameter that the shard does not
-  // count.
+  // Returns how many in-place writes to the optimizer's parameter the shard does not count.
   virtual uint32_t version(size_t /*parameter*/) const { return 0; }
 };
 

@@ -21,8 +21,9 @@ namespace trireme {
 //
 // Making a window, tensor_register() and tensor_deregister() are collective, in the order of the
 // group's operations; a rank that cannot take part makes all raise. Errors: wrong arguments raise
-// ValueError here; a peer that is lost or late raises DistBackendError, and ends the group. put and
-// signal are done when they return. Thread-safe but for those three. Keeps the backend alive.
+// ValueError here; a peer that is lost or late raises DistBackendError, and ends the group, but for
+// a timeout of Work::wait() alone. put and signal are done when they return. Thread-safe but for
+// those three. Keeps the backend alive.
 class ShmWindow final : public Window {
  public:
   explicit ShmWindow(c10::intrusive_ptr<ShmBackend> backend);

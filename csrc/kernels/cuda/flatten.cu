@@ -9,7 +9,7 @@
 namespace trireme::cuda {
 namespace {
 
-// --- arithmetic -----------------------------------------------------------------------------------
+// --- arithmetic ----------------------------------------------------------------------------------
 // Follows span.h. The _rn intrinsics are never fused, so sums have the bits of the CPU's.
 
 template <typename Dst, typename Src>
@@ -56,7 +56,7 @@ struct ScaleCast {
   }
 };
 
-// --- kernels --------------------------------------------------------------------------------------
+// --- kernels -------------------------------------------------------------------------------------
 
 template <size_t kBytes>
 using Bits =
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   }
 }
 
-// --- launch ---------------------------------------------------------------------------------------
+// --- launch --------------------------------------------------------------------------------------
 
 using Kernel = void (*)(FlattenTable);
 
