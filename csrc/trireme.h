@@ -12,10 +12,9 @@
 #include <trireme/comm/launch/launch.h>
 #include <trireme/comm/launch/ranks.h>
 #include <trireme/comm/subgroups.h>
+#include <trireme/memory/memory_estimate.h>
 #include <trireme/optim/flat_optimizer.h>
 #include <trireme/optim/grad_norm.h>
-#include <trireme/sync/join.h>
-#include <trireme/memory/memory_estimate.h>
 #include <trireme/saving/module_checkpoint.h>
 #include <trireme/strategies/data_parallel/data_parallel.h>
 #include <trireme/strategies/ddp/distributed_data_parallel.h>
@@ -32,3 +31,4 @@
 #include <trireme/strategies/remote/endpoint.h>
 #include <trireme/strategies/sync_batch_norm/sync_batch_norm_module.h>
 #include <trireme/strategies/zero/zero_redundancy_optimizer.h>
+#include <trireme/sync/join.h>

@@ -32,12 +32,12 @@ using TensorList = std::vector<at::Tensor>;
 using PackedList = std::vector<c10::intrusive_ptr<PackedTensor>>;
 
 // The operation for which a rank meets the others; the ranks compare it.
-enum Deed : int64_t { kPacks = 1, kCompares = 2, kGathers = 3, kDiffers = 4 };
+enum Phase : int64_t { kPacks = 1, kCompares = 2, kGathers = 3, kDiffers = 4 };
 constexpr size_t kHashes = 16;  // the last one covers all further tensors
 
 // One rank's row of the table of integers that all ranks get when they meet.
-struct Words {
-  int64_t deed = 0;
+struct Header {
+  int64_t phase = 0;
   int64_t what = 0;  // equal on all ranks
   int64_t known = 0;
   int64_t number = 0;  // counts packings
@@ -45,9 +45,9 @@ struct Words {
   SharedArena::Place place = {};  // rank 0's counts
   std::array<int64_t, kHashes> hashes = {};
 };
-constexpr int64_t kWords = sizeof(Words) / sizeof(int64_t);
-static_assert(sizeof(Words) % sizeof(int64_t) == 0);
-using Table = std::vector<Words>;  // one for each rank
+constexpr int64_t kHeaderWords = sizeof(Header) / sizeof(int64_t);
+static_assert(sizeof(Header) % sizeof(int64_t) == 0);
+using Table = std::vector<Header>;  // one for each rank
 
 uint64_t mixed(uint64_t hash, uint64_t word) { return (hash ^ word) * 0x100000001b3; }
 
@@ -59,9 +59,9 @@ int64_t hash_of_text(std::string_view text) {
 
 // Returns whether a field has the same value on all ranks.
 template <typename Value>
-bool is_common(const Table& table, Value Words::* which) {
+bool is_common(const Table& table, Value Header::* which) {
   return std::all_of(table.begin(), table.end(),
-                     [&](const Words& words) { return words.*which == table.front().*which; });
+                     [&](const Header& words) { return words.*which == table.front().*which; });
 }
 
 int64_t padded_bytes(const at::Tensor& tensor) {
@@ -169,7 +169,7 @@ class PartitionGroup : public std::enable_shared_from_this<PartitionGroup> {
   std::optional<size_t> write_and_compare(const Batch& batch, const std::vector<size_t>& which,
                                           std::byte* data);
   void remember(const Batch& batch);
-  Table meet(Words own, const std::string& deed);
+  Table meet(Header own, const std::string& phase);
   [[noreturn]] void differ(const Batch& batch, const std::vector<size_t>& among);
 
   RankOf where() const { return communicator_->rank_of(); }
@@ -281,7 +281,7 @@ void PartitionGroup::pack_all(Batch& batch) {
     const std::vector<size_t> shared = batch.left(/*is_cpu=*/true);
     sliced = batch.left(/*is_cpu=*/false);
     if (!has_room) sliced.insert(sliced.end(), shared.begin(), shared.end());
-    Words own{kPacks, hash_of_text(batch.text), static_cast<int64_t>(batch.known), number_};
+    Header own{kPacks, hash_of_text(batch.text), static_cast<int64_t>(batch.known), number_};
     if (has_room && !shared.empty() && where().rank == 0) {
       int64_t bytes = 0;
       for (const size_t i : shared) bytes += padded_bytes(batch.inputs[i]);
@@ -294,14 +294,14 @@ void PartitionGroup::pack_all(Batch& batch) {
                                      static_cast<uint64_t>(hash_of_bits(batch.inputs[sliced[k]]))));
     }
     const Table table = meet(own, "checkpoints " + batch.text);
-    for (const Words& words : table) number_ = std::max(number_, words.number);
+    for (const Header& words : table) number_ = std::max(number_, words.number);
     ++number_;
-    if (!is_common(table, &Words::known)) {  // a rank has already freed a reused packing
+    if (!is_common(table, &Header::known)) {  // a rank has already freed a reused packing
       batch.packed.assign(batch.inputs.size(), nullptr);
       batch.known = 0;
       continue;
     }
-    if (!is_common(table, &Words::hashes)) differ(batch, sliced);
+    if (!is_common(table, &Header::hashes)) differ(batch, sliced);
     const SharedArena::Place& place = table.front().place;
     if (place.bytes == 0) break;
     const auto block = arena_->take(place, static_cast<uint64_t>(number_), batch.name());
@@ -321,11 +321,11 @@ void PartitionGroup::pack_all(Batch& batch) {
 void PartitionGroup::share(Batch& batch, const std::vector<size_t>& which,
                            const std::shared_ptr<SharedArena::Block>& block) {
   const std::optional<size_t> differing = write_and_compare(batch, which, block->data());
-  Words own{kCompares, hash_of_text(batch.text), 0, number_};
+  Header own{kCompares, hash_of_text(batch.text), 0, number_};
   own.value = differing ? static_cast<int64_t>(*differing) + 1 : 0;
   const Table table = meet(own, "compares " + batch.text);
   for (const size_t i : which)
-    for (const Words& words : table)
+    for (const Header& words : table)
       if (words.value == static_cast<int64_t>(i) + 1) differ(batch, {i});
   std::byte* data = block->data();
   for (const size_t i : which) {
@@ -394,19 +394,19 @@ PartitionMemory PartitionGroup::memory() const {
 }
 
 // Gathers the words of all ranks. Throws on all of them if they do different things.
-Table PartitionGroup::meet(Words own, const std::string& deed) {
-  at::Tensor mine = at::empty({kWords}, at::kLong);
-  std::memcpy(mine.mutable_data_ptr(), &own, sizeof(Words));
+Table PartitionGroup::meet(Header own, const std::string& phase) {
+  at::Tensor mine = at::empty({kHeaderWords}, at::kLong);
+  std::memcpy(mine.mutable_data_ptr(), &own, sizeof(Header));
   mine = mine.to(communicator_->device());
-  at::Tensor all = at::empty({where().world * kWords}, mine.options());
+  at::Tensor all = at::empty({where().world * kHeaderWords}, mine.options());
   communicator_->all_gather({all}, {mine}, "what ranks bring to partition=").wait();
   all = all.cpu();
   Table table(static_cast<size_t>(where().world));
   std::memcpy(table.data(), all.const_data_ptr(), all.nbytes());
-  if (is_common(table, &Words::deed) && is_common(table, &Words::what)) return table;
+  if (is_common(table, &Header::phase) && is_common(table, &Header::what)) return table;
   std::string texts;
   const std::vector<std::string> deeds =
-      gather_texts(deed, *communicator_, communicator_->device());
+      gather_texts(phase, *communicator_, communicator_->device());
   for (size_t rank = 0; rank < deeds.size(); ++rank)
     texts += (rank > 0 ? "; rank " : "rank ") + std::to_string(rank) + " " + deeds[rank];
   C10_THROW_ERROR(
@@ -420,10 +420,10 @@ void PartitionGroup::differ(const Batch& batch, const std::vector<size_t>& among
   size_t input = among.front();
   size_t rank = 0;
   for (const size_t i : among) {
-    Words own{kDiffers, static_cast<int64_t>(i)};
+    Header own{kDiffers, static_cast<int64_t>(i)};
     own.value = hash_of_bits(batch.inputs[i]);
     const Table table = meet(own, "has found a difference");
-    const auto other = std::find_if(table.begin(), table.end(), [&](const Words& words) {
+    const auto other = std::find_if(table.begin(), table.end(), [&](const Header& words) {
       return words.value != table.front().value;
     });
     if (other == table.end()) continue;

@@ -164,11 +164,11 @@ void init_data_parallel(py::module_& module) {
       .def(py::init<std::vector<c10::Device>, std::vector<int>>(), py::kw_only(),
            py::arg("devices"), py::arg("intra_op_threads"))
       .def(
-          "seat",
+          "worker_loop",
           [](WorkerPool& pool, size_t worker) {
-            return py::cpp_function([seat = pool.seat(worker)] {
+            return py::cpp_function([worker_loop = pool.worker_loop(worker)] {
               const py::gil_scoped_release no_gil;
-              seat();
+              worker_loop();
             });
           },
           py::arg("worker"))

@@ -106,14 +106,14 @@ void init_ddp(py::module_& module) {
       .def("is_held", &Ddp::is_held)
       .def("has_averaged", wrap_pybind_function_no_gil(&Ddp::has_averaged))
       .def("prepare_for_backward",
-           wrap_pybind_function_no_gil([](Ddp& ddp) { ddp.arming().prepare_for_backward(); }))
+           wrap_pybind_function_no_gil([](Ddp& ddp) { ddp.trigger().prepare_for_backward(); }))
       .def("shadow_backward", wrap_pybind_function_no_gil([](Ddp& ddp, bool deliver) {
              ddp.reducer().shadow_backward(deliver);
            }),
            py::arg("deliver"))
       .def("finalize_backward",
            wrap_pybind_function_no_gil([](Ddp& ddp) { ddp.reducer().finalize_backward(); }))
-      .def("should_finalize_after_backward", [](Ddp& ddp) { return ddp.arming().is_manual(); })
+      .def("should_finalize_after_backward", [](Ddp& ddp) { return ddp.trigger().is_manual(); })
       .def("set_manual_finalization", wrap_pybind_function_no_gil([](Ddp& ddp, bool manual) {
              ddp.reducer().set_manual_finalization(manual);
            }),

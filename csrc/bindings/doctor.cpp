@@ -38,8 +38,8 @@ py::dict to_dict(const SeenRank& rank) {
   made["state"] = shm::name(rank.state);
   made["failure"] = text(rank.failure);
   made["abandoned"] = text(rank.abandoned);
-  made["waits_for"] = text(rank.errand);
-  made["waits_s"] = rank.errand_s;
+  made["waits_for"] = text(rank.context);
+  made["waits_s"] = rank.wait_s;
   made["behind"] = rank.behind;
   made["operations"] = operations;
   made["deposits"] = text(rank.round);

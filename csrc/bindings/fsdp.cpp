@@ -263,8 +263,8 @@ void init_param_group(py::module_& module) {
       .def_property(
           "label", [](const Group& self) { return self.group->label(); },
           [](Group& self, std::string label) { self.group->set_label(std::move(label)); })
-      .def("held_backwards",
-           [](const Group& self) -> std::shared_ptr<HeldBackwards> {
+      .def("deferred_sync",
+           [](const Group& self) -> std::shared_ptr<DeferredSync> {
              return std::make_shared<UnitHold>(self.group);
            })
       .def("sharded",

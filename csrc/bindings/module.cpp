@@ -11,7 +11,7 @@ PYBIND11_MODULE(_C, module) {
   trireme::init_data_parallel(module);
   trireme::init_ddp(module);
   trireme::init_doctor(module);
-  trireme::init_held_backwards(module);
+  trireme::init_deferred_sync(module);
   trireme::init_fsdp(module);  // tells of the above
   trireme::init_launch(module);
   trireme::init_layer_watch(module);

@@ -135,7 +135,7 @@ class LossCollector {
 using Named = std::pair<std::vector<std::string>, Tensors>;
 using Skip = std::tuple<std::string, int64_t, int64_t>;     // name, from stage, to stage
 using Tied = std::vector<std::pair<int64_t, std::string>>;  // stage, name
-using Strategies = std::vector<std::shared_ptr<HeldBackwards>>;
+using Strategies = std::vector<std::shared_ptr<DeferredSync>>;
 
 NamedParameters to_parameters(Named named) {
   std::vector<bool> sparse(named.first.size(), false);
@@ -179,10 +179,10 @@ std::shared_ptr<Runner> without_gil(std::unique_ptr<Runner> runner) {
 std::shared_ptr<PipelineEngine> make_engine(
     const PipelineSchedule& schedule, std::vector<PipelineStageRequest> stages,
     std::shared_ptr<Communicator> communicator, bool scale_grads, std::vector<Skip> skips,
-    std::vector<Tied> tied, std::shared_ptr<Communicator> copies, bool scale_unlisted) {
+    std::vector<Tied> tied, std::shared_ptr<Communicator> replicas, bool scale_unlisted) {
   PipelineEngineOptions options{.scale_grads = scale_grads,
                                 .skips = to_skips(std::move(skips)),
-                                .copies = std::move(copies),
+                                .replicas = std::move(replicas),
                                 .scale_unlisted = scale_unlisted};
   for (Tied& holders : tied) {
     TiedParameter& parameter = options.tied.emplace_back();
@@ -350,7 +350,7 @@ void init_pipeline_engine(py::module_& module) {
                                                                               "PipelineEngine")
       .def(py::init(wrap_pybind_function(make_engine)), py::arg("schedule"), py::arg("stages"),
            py::arg("communicator"), py::arg("scale_grads"), py::arg("skips"), py::arg("tied"),
-           py::arg("copies") = nullptr, py::arg("scale_unlisted") = true)
+           py::arg("replicas") = nullptr, py::arg("scale_unlisted") = true)
       .def("set_parameters",
            wrap_pybind_function(
                [](PipelineEngine& engine, int64_t stage, Named parameters, Strategies strategies) {

@@ -94,7 +94,7 @@ void init_zero(py::module_& module) {
           [](Zero& zero, py::function callback) {
             const auto shared = shared_function(std::move(callback));
             const py::gil_scoped_release no_gil;
-            zero.arming()->set_armed_callback([shared] {
+            zero.trigger()->set_armed_callback([shared] {
               const py::gil_scoped_acquire gil;
               (*shared)();
             });
@@ -103,9 +103,9 @@ void init_zero(py::module_& module) {
       .def_static(
           "arm_together",
           [](const std::vector<std::shared_ptr<Zero>>& zeros) {
-            std::vector<std::shared_ptr<Arming>> armings;
-            for (const auto& zero : zeros) armings.push_back(zero->arming());
-            Arming::arm_together(armings);
+            std::vector<std::shared_ptr<BackwardTrigger>> armings;
+            for (const auto& zero : zeros) armings.push_back(zero->trigger());
+            BackwardTrigger::arm_together(armings);
           },
           py::arg("zeros"))
       .def("shadow_backward",

@@ -77,7 +77,7 @@ struct MessageBox::Lane {
 struct MessageBox::Inbox {
   std::mutex mutex;
   std::deque<Arrival> arrivals;
-  shm::Bell* bell = nullptr;  // null once the box is gone
+  shm::Futex* futex = nullptr;  // null once the box is gone
 };
 
 MessageBox::MessageBox(Communicator& communicator)
@@ -85,8 +85,8 @@ MessageBox::MessageBox(Communicator& communicator)
       communicator_(communicator),
       lanes_(static_cast<size_t>(where_.world)),
       inbox_(std::make_shared<Inbox>()),
-      own_bell_(std::make_unique<shm::Bell>()),
-      bell_(own_bell_.get()) {
+      own_bell_(std::make_unique<shm::Futex>()),
+      futex_(own_bell_.get()) {
   std::vector<ChannelRequest> requests;
   for (int64_t from = 0; from < where_.world; ++from)
     for (int64_t to = 0; to < where_.world; ++to)
@@ -101,8 +101,8 @@ MessageBox::MessageBox(Communicator& communicator)
 void MessageBox::connect(const std::vector<ChannelRequest>& requests) {
   Host* host = communicator_.host();
   shm::HostGroup* group = host != nullptr && host->group().has_memory() ? &host->group() : nullptr;
-  if (group != nullptr) bell_ = &group->block(group->rank()).bell;
-  inbox_->bell = bell_;
+  if (group != nullptr) futex_ = &group->block(group->rank()).futex;
+  inbox_->futex = futex_;
   for (int64_t rank = 0; rank < where_.world; ++rank) {
     if (rank == where_.rank) continue;
     auto lane = std::make_shared<Lane>();
@@ -131,7 +131,7 @@ MessageBox::~MessageBox() {
   end_silent_lanes();
   {
     const std::lock_guard lock(inbox_->mutex);
-    inbox_->bell = nullptr;
+    inbox_->futex = nullptr;
   }
   for (const auto& lane : lanes_) {
     if (!lane || !lane->thread.joinable()) continue;
@@ -170,8 +170,8 @@ void MessageBox::receive_all(Lane& lane, Inbox& inbox) {
     const std::lock_guard lock(inbox.mutex);
     const bool is_for_box = lane.ended || says(arrival.message, kHeartbeat);
     if (!is_for_box) inbox.arrivals.push_back(std::move(arrival));
-    if (inbox.bell == nullptr) return;
-    shm::ring(*inbox.bell);
+    if (inbox.futex == nullptr) return;
+    shm::ring(*inbox.futex);
     if (!is_for_box && says(inbox.arrivals.back().message, kEnd)) return;
   }
 }
@@ -263,7 +263,7 @@ bool MessageBox::has_arrived(const Lane& lane) const {
                      [&](const Arrival& arrival) { return arrival.from == lane.rank; });
 }
 
-void MessageBox::wake() { shm::ring(*bell_); }
+void MessageBox::wake() { shm::ring(*futex_); }
 
 std::vector<int64_t> MessageBox::look() {
   say_alive();

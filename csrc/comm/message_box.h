@@ -21,9 +21,9 @@ namespace trireme {
 //
 // A box posts to any rank and takes from any rank, in no order but that of a pair: there is a lane,
 // a tensor_channel.h, from each rank to each other one. Through the memory of a host, a thread that
-// takes looks at all lanes, and sleeps on the bell of this rank, which each sender rings. Over an
+// takes looks at all lanes, and sleeps on the futex of this rank, which each sender rings. Over an
 // engine a thread per lane receives, puts each message where take_arrivals() finds it, and rings
-// the same bell. An engine gives a receive up after its timeout, so each box sends its peers a
+// the same futex. An engine gives a receive up after its timeout, so each box sends its peers a
 // heartbeat every second.
 
 // Sends messages to any rank, and takes messages from any. Nothing here waits. Thread-safe.
@@ -54,8 +54,8 @@ class TRIREME_API MessageBox {
   // have memory of their own; a larger one keeps the sender's memory.
   std::vector<Arrival> take_arrivals();
 
-  // Returns the bell that is rung when a message has come, or a lane has room. wake() rings it.
-  shm::Bell& bell() { return *bell_; }
+  // Returns the futex that is rung when a message has come, or a lane has room. wake() rings it.
+  shm::Futex& futex() { return *futex_; }
   void wake();
 
   // Checks whether the other ranks are still there. Called every shm::kLookEvery by a thread that
@@ -90,8 +90,8 @@ class TRIREME_API MessageBox {
   std::shared_ptr<TensorChannels> channels_;
   std::vector<std::shared_ptr<Lane>> lanes_;  // [rank]; null for this one
   std::shared_ptr<Inbox> inbox_;              // for engines
-  std::unique_ptr<shm::Bell> own_bell_;       // where there is no host
-  shm::Bell* bell_ = nullptr;
+  std::unique_ptr<shm::Futex> own_bell_;      // where there is no host
+  shm::Futex* futex_ = nullptr;
   std::mutex taking_;
   std::atomic<shm::Clock::rep> said_alive_{0};
 };

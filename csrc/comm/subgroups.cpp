@@ -31,18 +31,18 @@ void check_factor(RankOf where, int64_t count) {
 
 }  // namespace
 
-std::shared_ptr<Communicator> twin_of(Communicator& communicator) {
+std::shared_ptr<Communicator> duplicate(Communicator& communicator) {
   return split(communicator, {0, communicator.world(), 1}, "twin");
 }
 
-std::shared_ptr<Communicator> neighbours_of(Communicator& communicator, int64_t count) {
+std::shared_ptr<Communicator> split_contiguous(Communicator& communicator, int64_t count) {
   const RankOf where = communicator.rank_of();
   check_factor(where, count);
   return split(communicator, {where.rank / count * count, count, 1},
                "neighbours/" + std::to_string(count));
 }
 
-std::shared_ptr<Communicator> counterparts_of(Communicator& communicator, int64_t count) {
+std::shared_ptr<Communicator> split_strided(Communicator& communicator, int64_t count) {
   const RankOf where = communicator.rank_of();
   check_factor(where, count);
   return split(communicator, {where.rank % count, where.world / count, count},

@@ -158,10 +158,10 @@ std::vector<c10::Device> WorkerPool::devices() const {
 
 void WorkerPool::start() {
   for (size_t worker = threads_.size(); worker < count(); ++worker)
-    threads_.emplace_back(seat(worker));
+    threads_.emplace_back(worker_loop(worker));
 }
 
-std::function<void()> WorkerPool::seat(size_t worker) {
+std::function<void()> WorkerPool::worker_loop(size_t worker) {
   return [state = state_, worker] { state->serve(worker); };
 }
 

@@ -38,9 +38,9 @@ TRIREME_API std::vector<c10::Stream> current_streams(const std::vector<c10::Devi
 // the thread that gave it, its current streams of the devices of all threads, and the state of
 // carry_to_workers().
 //
-// The threads are the pool's own (start()), or the caller's, which calls a seat() on each: Python's
-// have to be made by Python. Thread-safe; one run() at a time, the next one waits. No run() from
-// within a job of the same pool.
+// The threads are the pool's own (start()), or the caller's, which calls a worker_loop() on each:
+// Python's have to be made by Python. Thread-safe; one run() at a time, the next one waits. No
+// run() from within a job of the same pool.
 class TRIREME_API WorkerPool {
  public:
   // `intra_op_threads` has a number per worker, as many as `devices`; at least one of each.
@@ -53,11 +53,11 @@ class TRIREME_API WorkerPool {
   size_t count() const;
   std::vector<c10::Device> devices() const;  // one per worker
 
-  // Starts threads of the pool; seat() is the other way.
+  // Starts threads of the pool; worker_loop() is the other way.
   void start();
   // Returns, instead of start(), a function that runs the jobs of `worker` on the thread that calls
   // it, and returns when the pool is gone. It does not keep the pool alive.
-  std::function<void()> seat(size_t worker);
+  std::function<void()> worker_loop(size_t worker);
   // Lets the threads end. Not while a job runs.
   void stop() noexcept;
   // Returns a function that stops the pool, also when its maker has dropped the pool and it lives

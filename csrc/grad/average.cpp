@@ -18,7 +18,7 @@ at::Tensor zeros_of(const at::Tensor& like, bool is_sparse) {
 
 }  // namespace
 
-GroupAverage::GroupAverage(std::shared_ptr<Communicator> group, std::unique_ptr<Across> sum)
+GroupAverage::GroupAverage(std::shared_ptr<Communicator> group, std::unique_ptr<OuterAllReduce> sum)
     : group_(std::move(group)), sum_(std::move(sum)) {}
 
 void GroupAverage::begin(const std::vector<at::Tensor>& like, const std::vector<at::Tensor>& values,

@@ -2,7 +2,7 @@
 
 #include <trireme/comm/communicator.h>
 #include <trireme/common/export.h>
-#include <trireme/grad/across.h>
+#include <trireme/grad/outer_all_reduce.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -21,7 +21,7 @@ namespace trireme {
 class TRIREME_API GroupAverage {
  public:
   // `sum` sums over the ranks of `group`.
-  GroupAverage(std::shared_ptr<Communicator> group, std::unique_ptr<Across> sum);
+  GroupAverage(std::shared_ptr<Communicator> group, std::unique_ptr<OuterAllReduce> sum);
 
   // Begins to average `values`, one for each of `like`, which has its sizes and dtype and is the
   // same on all ranks. An undefined value counts as zeros, unless it is undefined on all ranks:
@@ -46,7 +46,7 @@ class TRIREME_API GroupAverage {
   void launch(Reduction reduction, const std::string& label);
 
   std::shared_ptr<Communicator> group_;
-  std::unique_ptr<Across> sum_;
+  std::unique_ptr<OuterAllReduce> sum_;
   std::vector<Reduction> in_flight_;
 };
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Gradient path 2/5. In: grad_hook.h  Out: wire.h
+// Gradient path 2/5. In: grad_hook.h  Out: transport.h
 
 #include <trireme/comm/communicator.h>
 #include <trireme/common/export.h>
@@ -38,12 +38,12 @@ namespace trireme {
 //   FlatBucket    is as above. Where each rank keeps its shards only, its buffer is lazy
 //                 (memory/flat_buffer.h): what others own are zeros that take no memory, and .grad
 //                 has its full shape nevertheless. A .grad that was reduced before is set aside
-//                 (strategies/zero/shard_landing.h) and added to what comes.
+//                 (strategies/zero/shard_delivery.h) and added to what comes.
 //   RunBucket     is reduce_scattered. Its buffer holds one run per rank, of what that rank owns of
 //                 each gradient, padded to the longest: nothing else is moved than what goes over
-//                 the wire. It is taken when the first gradient comes and given up when the sums
-//                 are there. These become the .grad of owners, or are copied into a lazy buffer
-//                 over which .grad has its full shape.
+//                 the transport. It is taken when the first gradient comes and given up when the
+//                 sums are there. These become the .grad of owners, or are copied into a lazy
+//                 buffer over which .grad has its full shape.
 //   SparseBucket  holds one sparse gradient.
 //
 // A buffer is used again for the next step only if nobody holds a range of it: a gradient that the
@@ -93,10 +93,11 @@ class TRIREME_API Bucket {
   at::Tensor take(size_t slot);
 
   // Brings all gradients that are not yet in the buffer into it, times `scale`: gradients that did
-  // not arrive contribute the values of .grad, or zeros. Afterwards wire() is ready to be reduced.
+  // not arrive contribute the values of .grad, or zeros. Afterwards transport() is ready to be
+  // reduced.
   virtual void complete(double scale) = 0;
 
-  // Starts to sum wire() up over the ranks of `ranks`: the one collective of this bucket.
+  // Starts to sum transport() up over the ranks of `ranks`: the one collective of this bucket.
   virtual Pending reduce(Communicator& ranks, const std::string& label) = 0;
 
   // Takes the result of a communication hook, if that is not the buffer itself.
@@ -125,8 +126,8 @@ class TRIREME_API Bucket {
   ShardRange own(size_t slot) const { return own_.of(plan_.slots[slot]); }
   // Returns this rank's part of a tensor that lies in memory as a slot's gradient does.
   at::Tensor own_part(const at::Tensor& grad, size_t slot) const;
-  // Returns the ranges of a flat wire() that this rank gets, in elements: ascending, apart from
-  // each other, the tail included.
+  // Returns the ranges of a flat transport() that this rank gets, in elements: ascending, apart
+  // from each other, the tail included.
   std::vector<ShardRange> own_ranges() const;
 
   // Moves a .grad that is a range of `earlier` into the range of this bucket, with its values and
@@ -137,8 +138,8 @@ class TRIREME_API Bucket {
   const PlannedBucket& plan() const { return plan_; }
   // Returns whether its gradients become .grad in the dtypes of `infos`.
   bool delivers_as(const std::vector<ParameterInfo>& infos) const;
-  // Returns gradients and tail together, the data that go over the wire.
-  const at::Tensor& wire() const { return buffer_; }
+  // Returns gradients and tail together, the data that go over the transport.
+  const at::Tensor& transport() const { return buffer_; }
   // Returns the gradients without the tail; the sparse gradient of a sparse bucket.
   virtual at::Tensor payload() const { return buffer_; }
   bool has_tail() const { return tail_numel_ > 0; }
@@ -172,8 +173,8 @@ class TRIREME_API Bucket {
   const at::Tensor& parameter(size_t slot) const;
   // Returns this rank's gradient of a slot; undefined for zeros.
   at::Tensor contribution(size_t slot) const;
-  // Throws c10::Error if a gradient has another dtype than .grad and the wire were planned with: it
-  // would be rounded unseen.
+  // Throws c10::Error if a gradient has another dtype than .grad and the transport were planned
+  // with: it would be rounded unseen.
   void check_dtype(const at::Tensor& grad, const Slot& slot) const;
   // Returns the gradient, or a copy, that lies in memory as its range of the buffer does. Throws
   // c10::Error if it has other sizes than were planned, and as check_dtype() does.

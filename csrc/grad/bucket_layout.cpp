@@ -3,7 +3,7 @@
 #include <trireme/grad/flat_bucket.h>
 #include <trireme/grad/run_bucket.h>
 #include <trireme/grad/sparse_bucket.h>
-#include <trireme/grad/stream_wire.h>
+#include <trireme/grad/stream_transport.h>
 
 #include <ATen/ATen.h>
 
@@ -140,7 +140,7 @@ void BucketLayout::build(const Transport& transport) {
   if (!is_stale_) return;
   is_stale_ = false;
   auto [plan, numbers] = plan_from(0, order_);
-  const bool scatters = may_scatter() && !(transport.has_stream && StreamWire::takes(plan));
+  const bool scatters = may_scatter() && !(transport.has_stream && StreamTransport::takes(plan));
   // Gradients may become a stream, which needs no runs, after the first backward.
   if (pool_) pool_->keep_idle(scatters && !arrivals_.is_observing() ? BufferPool::kIdle : 0);
   const bool tail_fits =

@@ -2,15 +2,15 @@
 
 #include <trireme/common/exception_text.h>
 #include <trireme/common/trace.h>
-#include <trireme/grad/collective_wire.h>
-#include <trireme/grad/hook_wire.h>
+#include <trireme/grad/collective_transport.h>
+#include <trireme/grad/hook_transport.h>
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
 #include <utility>
 
-// See [Note: wire and landing] in grad_reducer.h.
+// See [Note: transport and delivery] in grad_reducer.h.
 
 namespace trireme {
 
@@ -20,28 +20,29 @@ std::shared_ptr<GradReducer> GradReducer::make(const NamedParameters& parameters
                                                GradReducerParts parts,
                                                const GradReducerOptions& options) {
   std::shared_ptr<GradReducer> made(new GradReducer(parameters, std::move(parts), options));
-  made->arming_->lead(made);
+  made->trigger_->lead(made);
   return made;
 }
 
 GradReducer::GradReducer(const NamedParameters& parameters, GradReducerParts parts,
                          const GradReducerOptions& options)
     : communicator_(std::move(parts.communicator)),
-      arming_(std::move(parts.arming)),
-      landing_(std::move(parts.landing)),
-      wires_(parts.wire ? std::move(parts.wire) : std::make_unique<CollectiveWire>(communicator_)),
+      trigger_(std::move(parts.trigger)),
+      delivery_(std::move(parts.delivery)),
+      transports_(parts.transport ? std::move(parts.transport)
+                                  : std::make_unique<CollectiveTransport>(communicator_)),
       checks_(options.area, communicator_->rank_of()),
       layout_({options.caps, options.reduce_dtype, options.reduce_dtypes, options.bucket_prefix,
-               landing_->traits().own_shards},
+               delivery_->traits().own_shards},
               parameters),
       changes_({.layout = layout_,
                 .communicator = *communicator_,
-                .landing = *landing_,
+                .delivery = *delivery_,
                 .sink = *this,
                 .area = options.area,
-                .hooks_before = arming_->is_at_parameters(),
+                .hooks_before = trigger_->is_at_parameters(),
                 .compares_moved_values = options.compares_moved_values}),
-      queue_(layout_, *landing_, clock_) {
+      queue_(layout_, *delivery_, clock_) {
   set_divisor(static_cast<double>(communicator_->world()));
   begin_with(parameters);
   build_layout();
@@ -50,31 +51,31 @@ GradReducer::GradReducer(const NamedParameters& parameters, GradReducerParts par
 void GradReducer::begin_with(const NamedParameters& parameters) {
   layout_.begin(parameters, step_);
   changes_.begin();
-  landing_->begin(layout_);
-  put_held_backwards(parameters.tensors, arming_);
+  delivery_->begin(layout_);
+  put_deferred_sync(parameters.tensors, trigger_);
 }
 
 void GradReducer::build_layout() {
-  layout_.build(
-      {.has_stream = wires_.has_stream(),
-       .carries_tail = wires_.own().traits().carries_map && !landing_->traits().may_defer_sums});
+  layout_.build({.has_stream = transports_.has_stream(),
+                 .carries_tail = transports_.own().traits().carries_map &&
+                                 !delivery_->traits().may_defer_sums});
 }
 
 // Checks for changes since the last step: of the group, of the user's parameters.
 void GradReducer::look_around() {
   communicator_->recover();
   if (const auto failure = communicator_->failure())
-    checks_.refuse_after(*failure, arming_->is_at_parameters());
-  checks_.expect(!arming_->awaits_finalization(),
+    checks_.refuse_after(*failure, trigger_->is_at_parameters());
+  checks_.expect(!trigger_->awaits_finalization(),
                  "got a forward before finalize_backward(), expected one call of it after every "
                  "synchronized backward",
                  "Call finalize_backward(), or turn manual finalization off.");
-  if (arming_->is_idle()) changes_.watch_parameters();
+  if (trigger_->is_idle()) changes_.watch_parameters();
 }
 
 void GradReducer::forward_begins() {
   look_around();
-  checks_.expect(!arming_->take_unreached(),
+  checks_.expect(!trigger_->take_unreached(),
                  "got a forward after prepare_for_backward(), and no backward in between that "
                  "reached a parameter",
                  {.cpp = "Run the backward first.",
@@ -84,26 +85,27 @@ void GradReducer::forward_begins() {
 }
 
 void GradReducer::forward_ends() {
-  if (arming_->is_idle()) changes_.look_at_module();
+  if (trigger_->is_idle()) changes_.look_at_module();
   clock_.forward_ends();
 }
 
 // Begins at the same place in the sequence of collectives on every rank.
 void GradReducer::begin_backward(Part part) {
-  checks_.expect(arming_->is_idle(), "got a second backward before finalize_backward()",
+  checks_.expect(trigger_->is_idle(), "got a second backward before finalize_backward()",
                  "Call finalize_backward() once per synchronized backward.");
   if (map_is_unread_) settle_map(/*late=*/true);
   if (auto order = layout_.arrivals().receive(*communicator_)) layout_.set_order(std::move(*order));
-  if (wires_.own().traits().keeps_buckets && !layout_.arrivals().is_observing()) keep_buckets();
+  if (transports_.own().traits().keeps_buckets && !layout_.arrivals().is_observing())
+    keep_buckets();
   part_ = part;
   makes_graph_ = at::GradMode::is_enabled();
   changes_.look_again(is_shadow());
-  landing_->before_backward();
+  delivery_->before_backward();
   communicator_->show_step(++step_, /*is_done=*/false);
   checks_.begin_step();
   layout_.arrivals().begin_step();
   begin_step();
-  clock_.backward_begins(step_, wires_.chosen().traits().streams);
+  clock_.backward_begins(step_, transports_.chosen().traits().streams);
 }
 
 // Begins with the buckets of the step.
@@ -111,52 +113,52 @@ void GradReducer::begin_step() {
   build_layout();
   for (const auto& bucket : layout_.buckets()) bucket->begin_step(is_shadow());
   changes_.leave_out_changed();
-  begin_wire();
+  begin_transport();
 }
 
-void GradReducer::begin_wire() {
-  Wire& wire = wires_.choose(layout_);
-  wire.begin({.buckets = layout_.buckets(),
-              .labels = layout_.labels(),
-              .parameters = &layout_.infos(),
-              .scale = scale(),
-              .map = layout_.carries_tail() ? &layout_.used() : nullptr,
-              .shadow = is_shadow(),
-              .defers_sums = landing_->defers_step()});
-  landing_->begin_step({wire, /*touches_gradients=*/part_ != Part::kZeros, makes_graph_});
-  queue_.begin({&wire, scale(), is_shadow(), arming_->is_manual()}, unused_);
+void GradReducer::begin_transport() {
+  Transport& transport = transports_.choose(layout_);
+  transport.begin({.buckets = layout_.buckets(),
+                   .labels = layout_.labels(),
+                   .parameters = &layout_.infos(),
+                   .scale = scale(),
+                   .map = layout_.carries_tail() ? &layout_.used() : nullptr,
+                   .shadow = is_shadow(),
+                   .defers_sums = delivery_->defers_step()});
+  delivery_->begin_step({transport, /*touches_gradients=*/part_ != Part::kZeros, makes_graph_});
+  queue_.begin({&transport, scale(), is_shadow(), trigger_->is_manual()}, unused_);
 }
 
 void GradReducer::gradient_due(int64_t index) {
-  arming_->gradient_due();
-  const auto lock = arming_->lock();
-  if (arming_->is_idle()) landing_->due(static_cast<size_t>(index));
+  trigger_->gradient_due();
+  const auto lock = trigger_->lock();
+  if (trigger_->is_idle()) delivery_->due(static_cast<size_t>(index));
 }
 
 void GradReducer::gradient_ready(int64_t index, bool has_gradient) {
-  const auto lock = arming_->lock();
+  const auto lock = trigger_->lock();
   const auto parameter = static_cast<size_t>(index);
   const size_t count = layout_.parameters().size();
   if (parameter >= count) return newcomer_ready(parameter - count, has_gradient);
   if (has_gradient) layout_.used().mark_used(index);
-  if (!arming_->is_running()) landing_->accumulated(parameter);
-  if (!arming_->gradient_came()) return;
+  if (!trigger_->is_running()) delivery_->accumulated(parameter);
+  if (!trigger_->gradient_came()) return;
   // Autograd runs this without grad mode, unless the backward makes a graph.
   std::optional<at::NoGradGuard> no_grad;
   if (makes_graph_) no_grad.emplace();
   const bool is_last = layout_.arrivals().arrived(index);
   if (has_gradient) check(layout_.parameters()[parameter], layout_.infos()[parameter].name);
   const BucketPlace place = layout_.place_of(parameter);
-  if (layout_.is_excluded(parameter)) return landing_->accumulated(parameter);
+  if (layout_.is_excluded(parameter)) return delivery_->accumulated(parameter);
   if (!place.is_planned()) return;  // unfrozen or cast since; see [Note: a module that changes]
   const auto bucket = static_cast<size_t>(place.bucket);
   const auto slot = static_cast<size_t>(place.slot);
-  Wire& wire = wires_.chosen();
-  if (queue_.has_launched(bucket) || wire.has_taken(bucket, slot))
+  Transport& transport = transports_.chosen();
+  if (queue_.has_launched(bucket) || transport.has_taken(bucket, slot))
     checks_.refuse_late(layout_.infos()[parameter].name);
   if (has_gradient) {
-    landing_->came(parameter);
-    if (!settles_buckets()) wire.accumulated(bucket, slot);
+    delivery_->came(parameter);
+    if (!settles_buckets()) transport.accumulated(bucket, slot);
   }
   slot_ready(parameter, place, is_last);
 }
@@ -170,24 +172,24 @@ void GradReducer::slot_ready(size_t parameter, BucketPlace place, bool is_last) 
   if (!is_last) return;
   queue_.stop_waiting_for_one(bucket);
   if (layout_.arrivals().is_observing()) return;
-  Wire& wire = wires_.chosen();
-  const bool streams = wire.traits().streams;
+  Transport& transport = transports_.chosen();
+  const bool streams = transport.traits().streams;
   if (streams) {
-    wire.ready(bucket, static_cast<size_t>(place.slot));
-    if (wire.is_behind() && arming_->leads_siblings()) catch_up();
+    transport.ready(bucket, static_cast<size_t>(place.slot));
+    if (transport.is_behind() && trigger_->leads_siblings()) catch_up();
   }
   if (!queue_.can_launch()) return;
-  if (streams || (arming_->leads_siblings() && !wire.launch_waits())) queue_.launch_ready();
+  if (streams || (trigger_->leads_siblings() && !transport.launch_waits())) queue_.launch_ready();
 }
 
 void GradReducer::newcomer_ready(size_t newcomer, bool has_gradient) {
   const at::Tensor& tensor = changes_.newcomer_came(newcomer, has_gradient);
-  if (arming_->gradient_came() && has_gradient) check(tensor, /*name=*/{});
+  if (trigger_->gradient_came() && has_gradient) check(tensor, /*name=*/{});
 }
 
 void GradReducer::catch_up() {
   const auto begin = Clock::now();
-  wires_.chosen().catch_up();
+  transports_.chosen().catch_up();
   clock_.waited(Clock::now() - begin);
 }
 
@@ -202,23 +204,23 @@ void GradReducer::settle_buckets() {
 void GradReducer::launch_rest() {
   if (settles_buckets()) settle_buckets();
   queue_.launch_rest();
-  if (!layout_.carries_tail() && !wires_.chosen().traits().map_goes_last) send_map();
+  if (!layout_.carries_tail() && !transports_.chosen().traits().map_goes_last) send_map();
 }
 
 void GradReducer::finish_backward() {
   TRIREME_TRACE("grad_reducer.finish_backward");
   const at::NoGradGuard no_grad;
   launch_rest();
-  if (arming_->is_manual()) return arming_->await_finalization();
+  if (trigger_->is_manual()) return trigger_->await_finalization();
   collect();
 }
 
 // Waits for everything that is in flight and brings every .grad to its final value.
 void GradReducer::collect(bool may_learn) {
   const at::NoGradGuard no_grad;
-  arming_->end();  // also if a wait throws
+  trigger_->end();  // also if a wait throws
   queue_.deliver_rest();
-  if (wires_.chosen().traits().map_goes_last) send_map();
+  if (transports_.chosen().traits().map_goes_last) send_map();
   const auto begin = Clock::now();
   map_pending_.wait();
   map_pending_ = {};
@@ -232,11 +234,11 @@ void GradReducer::collect(bool may_learn) {
   if (needs_map()) settle_map();
   // Uses that no .grad holds yet count for the next synchronization.
   used.begin_anew(
-      [this](size_t index, bool is_used) { return landing_->still_counts(index, is_used); });
+      [this](size_t index, bool is_used) { return delivery_->still_counts(index, is_used); });
   layout_.arrivals().end_step();
   if (may_learn && layout_.arrivals().has_observed()) learn_order();
   queue_.drop();
-  landing_->after_backward();
+  delivery_->after_backward();
   clock_.backward_ends();
   communicator_->show_step(step_, /*is_done=*/true);
 }
@@ -246,7 +248,7 @@ void GradReducer::send_map() {
   const at::Tensor& counts = used.own_wire(layout_.device());
   if (comparison_.number) used.compare(comparison_.number(), comparison_.share, comparison_.world);
   used.write_to(counts, is_shadow());
-  map_pending_ = wires_.own().reduce_map(counts);
+  map_pending_ = transports_.own().reduce_map(counts);
 }
 
 // Returns whether to read the map now. On devices reading waits for this backward; if this rank
@@ -273,23 +275,23 @@ void GradReducer::settle_changes(bool late) {
     changes_.adopt(settled);
   }
   if (!settled.left_out.empty())
-    queue_.reduce_beside(wires_.own(), scale(), settled.left_out, settled.used);
+    queue_.reduce_extra_bucket(transports_.own(), scale(), settled.left_out, settled.used);
   if (settled.parameters) build_layout();  // behind what a hook was shown beside it
 }
 
 // Sends rank 0's order to everybody at the end of the first synchronized backward.
 void GradReducer::learn_order() {
-  StreamWire::Options options{.sharded = static_cast<bool>(landing_->traits().own_shards)};
-  if (landing_->traits().may_defer_sums)
-    options.bytes = std::max(options.bytes, StreamWire::bytes_for(layout_.infos()));
-  wires_.ask_for_stream(communicator_, layout_, options);
+  StreamTransport::Options options{.sharded = static_cast<bool>(delivery_->traits().own_shards)};
+  if (delivery_->traits().may_defer_sums)
+    options.bytes = std::max(options.bytes, StreamTransport::bytes_for(layout_.infos()));
+  transports_.ask_for_stream(communicator_, layout_, options);
   layout_.arrivals().send(*communicator_, layout_.order(), layout_.device());
 }
 
 // Collects without a backward, whose end would tell the others of an exception: tells them itself.
 void GradReducer::collect_by_itself(Part part, bool may_learn) {
   const at::NoGradGuard no_grad;
-  arming_->begin_by_itself(part);
+  trigger_->begin_by_itself(part);
   try {
     launch_rest();
     collect(may_learn);
@@ -307,16 +309,16 @@ void GradReducer::abandon_backward(const std::string& why) noexcept {
   } catch (
       ...) {  // out of memory while dying of something else: the peers see their deadline instead
   }
-  const auto lock = arming_->lock();
+  const auto lock = trigger_->lock();
   communicator_->show_step(step_, /*is_done=*/true);
   layout_.arrivals().abandon_step();
   queue_.drop();
-  arming_->end();
-  landing_->abandon(queue_.is_delivered());
+  trigger_->end();
+  delivery_->abandon(queue_.is_delivered());
 }
 
 bool GradReducer::lacks_gradients() const {
-  const auto lock = arming_->lock();
+  const auto lock = trigger_->lock();
   const auto& infos = layout_.infos();
   return !layout_.used().any_used_here() &&
          std::any_of(infos.begin(), infos.end(),
@@ -324,25 +326,26 @@ bool GradReducer::lacks_gradients() const {
 }
 
 void GradReducer::finalize_backward() {
-  checks_.expect(arming_->awaits_finalization(),
+  checks_.expect(trigger_->awaits_finalization(),
                  "got finalize_backward() with no synchronized backward to finalize",
                  "Call it once after each backward whose forward was not under no_sync().");
   collect();
 }
 
 void GradReducer::set_manual_finalization(bool manual) {
-  const auto lock = arming_->lock();
-  checks_.expect(arming_->is_idle(), "got a change of manual finalization while a backward runs",
+  const auto lock = trigger_->lock();
+  checks_.expect(trigger_->is_idle(), "got a change of manual finalization while a backward runs",
                  "Change it before forward or after finalize_backward().");
-  arming_->set_manual(manual);
+  trigger_->set_manual(manual);
 }
 
 void GradReducer::set_comm_hook(std::shared_ptr<CommHook> hook) {
-  const auto lock = arming_->lock();
-  checks_.expect(arming_->is_idle() && !wires_.own().traits().keeps_buckets,
+  const auto lock = trigger_->lock();
+  checks_.expect(trigger_->is_idle() && !transports_.own().traits().keeps_buckets,
                  "got a second communication hook, expected one per module",
                  "Combine the two in one hook (e.g. fp16_compress_wrapper).");
-  wires_.replace(std::make_unique<HookWire>(communicator_, std::move(hook), layout_.parameters()));
+  transports_.replace(
+      std::make_unique<HookTransport>(communicator_, std::move(hook), layout_.parameters()));
   changes_.stop_comparing();  // a hook may average less than all ranks' gradients
   layout_.make_stale();
 }

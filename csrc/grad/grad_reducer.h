@@ -1,18 +1,18 @@
 #pragma once
 
-// Leads along the gradient path: hook, bucket, wire, landing.
+// Leads along the gradient path: hook, bucket, transport, delivery.
 
 #include <trireme/comm/communicator.h>
-#include <trireme/grad/arming.h>
+#include <trireme/grad/backward_trigger.h>
 #include <trireme/grad/bucket_layout.h>
+#include <trireme/grad/grad_delivery.h>
 #include <trireme/grad/grad_hook.h>
 #include <trireme/grad/gradient_checks.h>
-#include <trireme/grad/landing.h>
 #include <trireme/grad/launch_queue.h>
 #include <trireme/grad/parameter_changes.h>
 #include <trireme/grad/step_report.h>
-#include <trireme/grad/wire.h>
-#include <trireme/grad/wire_switch.h>
+#include <trireme/grad/transport.h>
+#include <trireme/grad/transport_switch.h>
 #include <trireme/module/module_parameters.h>
 
 #include <cstdint>
@@ -26,18 +26,19 @@ namespace trireme {
 
 class CommHook;
 
-// [Note: wire and landing]
+// [Note: transport and delivery]
 //
-// A gradient's path has two parts. Its *wire* (wire.h) is how it leaves this rank and comes back as
-// a sum: one collective per bucket, one stream of deposits, a communication hook. Its *landing*
-// (landing.h) is where the sum ends: whole in .grad (DDP), as a shard of .grad (ZeRO 2), in the
-// .grad of a shard's owner (fully_shard). Strategies differ by these two, and by when a backward
-// synchronizes (arming.h). The reducer knows neither: it takes each gradient from its hook to its
-// place in the layout, each bucket to the wire when it is full, and each sum to the landing.
+// A gradient's path has two parts. Its *transport* (transport.h) is how it leaves this rank and
+// comes back as a sum: one collective per bucket, one stream of deposits, a communication hook. Its
+// *delivery* (delivery.h) is where the sum ends: whole in .grad (DDP), as a shard of .grad (ZeRO
+// 2), in the .grad of a shard's owner (fully_shard). Strategies differ by these two, and by when a
+// backward synchronizes (trigger.h). The reducer knows neither: it takes each gradient from its
+// hook to its place in the layout, each bucket to the transport when it is full, and each sum to
+// the delivery.
 
 struct GradReducerOptions {
   BucketCaps caps{{kFirstBucketBytes, kBucketBytes}};
-  // The dtype of floating-point gradients on the wire; that of the parameters if absent. By
+  // The dtype of floating-point gradients on the transport; that of the parameters if absent. By
   // parameter, if the list is not empty.
   std::optional<at::ScalarType> reduce_dtype;
   std::vector<std::optional<at::ScalarType>> reduce_dtypes = {};
@@ -50,7 +51,7 @@ struct GradReducerOptions {
 };
 
 // A comparison of one number between ranks that reduce, at no cost.
-struct NumberComparison {
+struct GatherHashCheck {
   std::function<int64_t()> number;  // at least 0; asked for when the used-map is sent
   int64_t share = 0;                // see UsedMap::compare()
   std::function<void()> refuse;     // called on all ranks if numbers differ, and throws
@@ -60,9 +61,10 @@ struct NumberComparison {
 // The parts from which a strategy makes a reducer.
 struct GradReducerParts {
   std::shared_ptr<Communicator> communicator;  // all ranks that take part in a step
-  std::shared_ptr<Arming> arming;
-  std::shared_ptr<Landing> landing;
-  std::unique_ptr<Wire> wire = nullptr;  // a CollectiveWire over the communicator if null
+  std::shared_ptr<BackwardTrigger> trigger;
+  std::shared_ptr<GradDelivery> delivery;
+  std::unique_ptr<Transport> transport =
+      nullptr;  // a CollectiveTransport over the communicator if null
 };
 
 // Averages gradients over the ranks while backward computes them.
@@ -82,35 +84,35 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
   // Makes the reducer notice parameters that are replaced, added or removed. Called at most once,
   // before the first forward.
   void watch_module(ModuleWatch watch) {
-    const auto lock = arming_->lock();
+    const auto lock = trigger_->lock();
     changes_.watch_module(std::move(watch));
   }
   // Finds parameters that were unfrozen, whose gradients would else go unnoticed.
   void notice_changes() {
-    const auto lock = arming_->lock();
-    if (arming_->is_idle()) changes_.watch_parameters();
+    const auto lock = trigger_->lock();
+    if (trigger_->is_idle()) changes_.watch_parameters();
   }
   // Sets which parameters get no gradient on this rank in the next synchronized backward, so that
   // others in their buckets do not wait for its end. One flag per parameter. Called by the armed
   // callback. A gradient that comes all the same is in time until its bucket is launched.
   void expect_none(std::vector<bool> unused) {
-    const auto lock = arming_->lock();
+    const auto lock = trigger_->lock();
     unused_ = std::move(unused);
   }
 
   // Makes ranks compare numbers in each synchronized backward; does nothing unless these are all
   // the ranks that reduce.
-  void compare_numbers(NumberComparison comparison) {
+  void compare_numbers(GatherHashCheck comparison) {
     if (comparison.world == communicator_->world()) comparison_ = std::move(comparison);
   }
 
-  // Puts `hook` in the place of the wire. Throws c10::Error on a second call, and while a backward
-  // runs.
+  // Puts `hook` in the place of the transport. Throws c10::Error on a second call, and while a
+  // backward runs.
   void set_comm_hook(std::shared_ptr<CommHook> hook);
   // Sets the divisor of sums: the number of ranks, unless a join counts only those still active.
   void set_divisor(double divisor) {
     divisor_ = divisor;
-    landing_->set_divisor(divisor);
+    delivery_->set_divisor(divisor);
   }
   // Sets where buffers of reduce_scatters come from; see BufferPool::set_source(). Needs shards.
   void set_memory_source(BufferPool::Source source) {
@@ -126,21 +128,21 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
   // Takes part in one synchronized backward of the others with zeros (join), leaving every .grad
   // alone unless `deliver` says that this rank steps with them.
   void shadow_backward(bool deliver = false) {
-    collect_by_itself(deliver ? Part::kZerosDelivered : Part::kZeros, /*may_learn=*/true);
+    collect_by_itself(deliver ? Part::kZerosThenStep : Part::kZeros, /*may_learn=*/true);
   }
 
   // Called with the indices of parameters whose .grad has just become final, on the thread that
   // runs backward, which may still be at work on others (optimizer in backward).
   using DeliveredCallback = std::function<void(const std::vector<int64_t>& parameters)>;
   void set_delivered_callback(DeliveredCallback callback) {
-    const auto lock = arming_->lock();
+    const auto lock = trigger_->lock();
     queue_.set_delivered_callback(std::move(callback));
   }
 
   // Tells `text` to all ranks that may wait for this one in a collective of this reducer. An
   // exception in backward is told without this call.
   void announce_failure(const std::string& text) noexcept override {
-    wires_.own().announce_failure(text);
+    transports_.own().announce_failure(text);
   }
 
   // Returns whether there are parameters to train, of which none got a gradient since the last
@@ -149,7 +151,7 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
 
   // Returns the times of the last completed backward.
   StepReport last_step() const {
-    const auto lock = arming_->lock();
+    const auto lock = trigger_->lock();
     return clock_.last();
   }
   const BucketLayout& layout() const { return layout_; }
@@ -159,11 +161,11 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
               const GradReducerOptions& options);
   void begin_with(const NamedParameters& parameters);
   void build_layout();
-  double scale() const { return wires_.own().traits().divides ? 1.0 : 1.0 / divisor_; }
+  double scale() const { return transports_.own().traits().divides ? 1.0 : 1.0 / divisor_; }
   bool is_shadow() const { return part_ != Part::kGradients; }
   bool is_expected(size_t index) const { return unused_.empty() || !unused_[index]; }
 
-  // called by hooks and the arming
+  // called by hooks and the trigger
   void gradient_ready(int64_t index, bool has_gradient) override;
   void gradient_due(int64_t index) override;
   void forward_begins() override;
@@ -179,15 +181,17 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
 
   void check(const at::Tensor& parameter, const std::string& name) {
     checks_.check(parameter, name);
-    if (makes_graph_) checks_.check_graph(parameter, landing_->traits().keeps_graphs);
+    if (makes_graph_) checks_.check_graph(parameter, delivery_->traits().keeps_graphs);
   }
   void newcomer_ready(size_t newcomer, bool has_gradient);
   void slot_ready(size_t parameter, BucketPlace place, bool is_last);
   void begin_step();
-  void begin_wire();
+  void begin_transport();
   void catch_up();
   // Returns whether this backward will find the buckets that a communication hook keeps seeing.
-  bool settles_buckets() const { return wires_.own().traits().keeps_buckets && !keeps_buckets_; }
+  bool settles_buckets() const {
+    return transports_.own().traits().keeps_buckets && !keeps_buckets_;
+  }
   void keep_buckets() {
     keeps_buckets_ = true;
     layout_.keep_buckets();
@@ -203,9 +207,9 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
   void learn_order();
 
   std::shared_ptr<Communicator> communicator_;
-  std::shared_ptr<Arming> arming_;
-  std::shared_ptr<Landing> landing_;
-  WireSwitch wires_;
+  std::shared_ptr<BackwardTrigger> trigger_;
+  std::shared_ptr<GradDelivery> delivery_;
+  TransportSwitch transports_;
   GradientChecks checks_;
   BucketLayout layout_;
   ParameterChanges changes_;
@@ -213,7 +217,7 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
   double divisor_ = 1;
   std::vector<bool> unused_;  // see expect_none(); empty: none
   bool keeps_buckets_ = false;
-  NumberComparison comparison_;
+  GatherHashCheck comparison_;
 
   // the step that runs
   int64_t step_ = 0;

@@ -20,7 +20,7 @@ namespace trireme {
 // this rank's part of the derivative, as under torch's DistributedDataParallel. Its sum over the
 // ranks is the derivative of the average. A gradient that is averaged twice is multiplied twice.
 //
-// A landing takes the graph off each gradient that comes, so that its memory can be freed as ever,
+// A delivery takes the graph off each gradient that comes, so that its memory can be freed as ever,
 // and gives it to the average. A strategy that keeps only a part of each average drops it. A
 // backward that makes no graph leaves the average's graph as it is, also if the next average is
 // another tensor (a bucket whose memory a hook still holds is not written again).

@@ -47,7 +47,7 @@ void LaunchQueue::launch_ready() {
 
 void LaunchQueue::launch_rest() {
   while (next_launch_ < flights_.size()) launch(next_launch_);
-  step_.wire->close();
+  step_.transport->close();
 }
 
 void LaunchQueue::launch(size_t index) {
@@ -55,8 +55,9 @@ void LaunchQueue::launch(size_t index) {
   Bucket& bucket = bucket_at(index);
   Pending* before = index > 0 ? &flights_[index - 1].pending : nullptr;
   const bool is_last = index + 1 == flights_.size();
-  flights_[index].pending = step_.wire->launch({bucket, index, layout_.number_of(index), is_last,
-                                                layout_.labels()[index], step_.scale, before});
+  flights_[index].pending =
+      step_.transport->launch({bucket, index, layout_.number_of(index), is_last,
+                               layout_.labels()[index], step_.scale, before});
   clock_.bucket_launched(bucket.plan().bytes());
   ++next_launch_;
   if (layout_.scatters() && !step_.delivers_late) keep_few_in_flight();
@@ -83,8 +84,9 @@ void LaunchQueue::settle(size_t index) {
   clock_.bucket_done(index, flight.pending.finished_at());
   Bucket& bucket = bucket_at(index);
   take_result(bucket, flight.pending);
-  if (!step_.wire->traits().streams) bucket.keep_own();
-  flight.across = step_.wire->across(landing_.take_sums(bucket), layout_.labels()[index]);
+  if (!step_.transport->traits().streams) bucket.keep_own();
+  flight.outer =
+      step_.transport->reduce_outer(delivery_.take_sums(bucket), layout_.labels()[index]);
   ++next_settle_;
 }
 
@@ -92,30 +94,31 @@ void LaunchQueue::settle(size_t index) {
 // wait in a gather for another rank, and that one, in the same way, for a replica of its own, and
 // so on round to this rank.
 void LaunchQueue::deliver_settled() {
-  while (next_deliver_ < next_settle_ && flights_[next_deliver_].across.done())
+  while (next_deliver_ < next_settle_ && flights_[next_deliver_].outer.done())
     deliver_arrived(next_deliver_);
 }
 
 void LaunchQueue::deliver_arrived(size_t index) {
   if (index == next_settle_) settle(index);
-  flights_[index].across.wait();
+  flights_[index].outer.wait();
   ++next_deliver_;
-  deliver_used(bucket_at(index), Landing::Turn::kAtOnce);
+  deliver_used(bucket_at(index), GradDelivery::DeliveryTime::kAtOnce);
 }
 
 // Delivers the gradients that this rank used, of the parameters whose turn it is. Only the map can
 // say whether another rank used the others.
-void LaunchQueue::deliver_used(Bucket& bucket, Landing::Turn turn) {
+void LaunchQueue::deliver_used(Bucket& bucket, GradDelivery::DeliveryTime turn) {
   std::vector<int64_t> delivered;
   for (size_t slot = 0; slot < bucket.plan().slots.size(); ++slot) {
     const int64_t parameter = bucket.plan().slots[slot].parameter;
     const auto index = static_cast<size_t>(parameter);
     if (!layout_.place_of(index).is_planned()) continue;
-    const Landing::Turn own = landing_.turn_of(index);
-    if (own == Landing::Turn::kHeldBack) is_delivered_[index] = true;  // it is where it belongs
+    const GradDelivery::DeliveryTime own = delivery_.delivery_time_of(index);
+    if (own == GradDelivery::DeliveryTime::kHeldBack)
+      is_delivered_[index] = true;  // it is where it belongs
     if (own != turn || !layout_.used().used_here(parameter)) continue;
     is_delivered_[index] = true;
-    landing_.deliver(bucket, slot);
+    delivery_.deliver(bucket, slot);
     if (delivered_) delivered.push_back(parameter);
   }
   if (!delivered.empty()) delivered_(delivered);
@@ -128,8 +131,9 @@ void LaunchQueue::deliver_rest() {
 }
 
 void LaunchQueue::deliver_shown() {
-  if (!landing_.show_sums(layout_.buckets())) return;
-  for (const auto& bucket : layout_.buckets()) deliver_used(*bucket, Landing::Turn::kAfterShown);
+  if (!delivery_.show_sums(layout_.buckets())) return;
+  for (const auto& bucket : layout_.buckets())
+    deliver_used(*bucket, GradDelivery::DeliveryTime::kAfterShown);
 }
 
 bool LaunchQueue::has_delivered_all() const {
@@ -148,17 +152,18 @@ void LaunchQueue::deliver_by_map() {
       const auto index = static_cast<size_t>(parameter);
       if (!layout_.place_of(index).is_planned() || is_delivered_[index]) continue;
       if (used.ranks_using(parameter) == 0) {
-        landing_.restore(*bucket, slot);
+        delivery_.restore(*bucket, slot);
         continue;
       }
-      landing_.deliver(*bucket, slot);
+      delivery_.deliver(*bucket, slot);
       if (delivered_) delivered_({parameter});
     }
   }
 }
 
-void LaunchQueue::reduce_beside(Wire& wire, double scale, const std::vector<int64_t>& parameters,
-                                const std::vector<bool>& used) {
+void LaunchQueue::reduce_extra_bucket(Transport& transport, double scale,
+                                      const std::vector<int64_t>& parameters,
+                                      const std::vector<bool>& used) {
   const auto [plan, numbers] = layout_.plan_beside(parameters);
   std::vector<bool> is_asked_for(layout_.parameters().size(), false);
   for (const int64_t parameter : parameters) is_asked_for[static_cast<size_t>(parameter)] = true;
@@ -169,17 +174,17 @@ void LaunchQueue::reduce_beside(Wire& wire, double scale, const std::vector<int6
     Bucket& bucket = *beside.front();
     bucket.begin_step(step_.shadow);
     const std::string label = "left-out " + bucket_label(plan, b, layout_.infos());
-    Pending pending = wire.launch({bucket, b, numbers[b], /*is_last=*/false, label, scale});
+    Pending pending = transport.launch({bucket, b, numbers[b], /*is_last=*/false, label, scale});
     pending.wait();
     take_result(bucket, pending);
     bucket.keep_own();
-    wire.across(landing_.take_sums(bucket), label).wait();
-    landing_.show_sums(beside);
+    transport.reduce_outer(delivery_.take_sums(bucket), label).wait();
+    delivery_.show_sums(beside);
     for (size_t slot = 0; slot < slots.size(); ++slot) {
       const auto index = static_cast<size_t>(slots[slot].parameter);
       if (!is_asked_for[index] || !used[index]) continue;
-      if (landing_.turn_of(index) == Landing::Turn::kHeldBack) continue;
-      landing_.deliver(bucket, slot);
+      if (delivery_.delivery_time_of(index) == GradDelivery::DeliveryTime::kHeldBack) continue;
+      delivery_.deliver(bucket, slot);
       if (delivered_) delivered_({slots[slot].parameter});
     }
   }

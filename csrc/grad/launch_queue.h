@@ -1,9 +1,9 @@
 #pragma once
 
 #include <trireme/grad/bucket_layout.h>
-#include <trireme/grad/landing.h>
+#include <trireme/grad/grad_delivery.h>
 #include <trireme/grad/step_report.h>
-#include <trireme/grad/wire.h>
+#include <trireme/grad/transport.h>
 
 #include <cstdint>
 #include <functional>
@@ -13,16 +13,16 @@
 
 namespace trireme {
 
-// Takes the buckets of a step to their wire, in the order of the plan, and their sums to the
-// landing. Not thread-safe; its reducer serialises access.
+// Takes the buckets of a step to their transport, in the order of the plan, and their sums to the
+// delivery. Not thread-safe; its reducer serialises access.
 class TRIREME_API LaunchQueue {
  public:
   // All arguments must outlive this.
-  LaunchQueue(BucketLayout& layout, Landing& landing, StepClock& clock)
-      : layout_(layout), landing_(landing), clock_(clock) {}
+  LaunchQueue(BucketLayout& layout, GradDelivery& delivery, StepClock& clock)
+      : layout_(layout), delivery_(delivery), clock_(clock) {}
 
   struct Step {
-    Wire* wire = nullptr;
+    Transport* transport = nullptr;
     double scale = 1;            // gradients are multiplied by it
     bool shadow = false;         // this rank contributes zeros
     bool delivers_late = false;  // the caller decides when anything may be delivered
@@ -49,10 +49,10 @@ class TRIREME_API LaunchQueue {
   void deliver_shown();
   // Delivers the gradients that only other ranks used, and restores unused ones, as the map says.
   void deliver_by_map();
-  // Reduces and delivers gradients outside the plan of this step, over `wire`: those of
+  // Reduces and delivers gradients outside the plan of this step, over `transport`: those of
   // `parameters` that some rank used.
-  void reduce_beside(Wire& wire, double scale, const std::vector<int64_t>& parameters,
-                     const std::vector<bool>& used);
+  void reduce_extra_bucket(Transport& transport, double scale,
+                           const std::vector<int64_t>& parameters, const std::vector<bool>& used);
   // Forgets the buckets in flight.
   void drop() { flights_.clear(); }
 
@@ -68,7 +68,7 @@ class TRIREME_API LaunchQueue {
   struct Flight {
     int64_t waiting = 0;  // parameters whose gradient is still to come
     Pending pending;
-    Pending across;
+    Pending outer;
   };
 
   void launch(size_t bucket);
@@ -76,11 +76,11 @@ class TRIREME_API LaunchQueue {
   void settle(size_t bucket);
   void deliver_settled();
   void deliver_arrived(size_t bucket);
-  void deliver_used(Bucket& bucket, Landing::Turn turn);
+  void deliver_used(Bucket& bucket, GradDelivery::DeliveryTime turn);
   Bucket& bucket_at(size_t bucket) const { return *layout_.buckets()[bucket]; }
 
   BucketLayout& layout_;
-  Landing& landing_;
+  GradDelivery& delivery_;
   StepClock& clock_;
   std::function<void(const std::vector<int64_t>&)> delivered_;
   Step step_;

@@ -46,7 +46,7 @@ bool ParameterChanges::is_cast(size_t index) const {
 
 // Returns false if nothing can be planned anew: gradients are brought into the planned order then.
 bool ParameterChanges::is_rearranged(size_t index) const {
-  return context_.landing.traits().may_replan &&
+  return context_.delivery.traits().may_replan &&
          !lies_as_described(parameter(index), context_.layout.infos()[index]);
 }
 
@@ -90,7 +90,7 @@ void ParameterChanges::watch_parameters() {
       const auto index = static_cast<int64_t>(i);
       hooks_[i] = GradHook(tensor, index, context_.sink, context_.hooks_before);
       // The hook was perhaps put on in the middle of the backward that has already passed.
-      if (context_.landing.has_unseen(i)) used.mark_used(index);
+      if (context_.delivery.has_unseen(i)) used.mark_used(index);
     }
     if (requires_grad != info.requires_grad || changed) used.mark_changed();
     info.requires_grad = requires_grad;
@@ -288,7 +288,7 @@ void ParameterChanges::check_replannable(const ParameterChange& change) const {
   const auto refuse = [&](bool is_fine, const std::string& got, const char* next_step) {
     TORCH_CHECK_VALUE(is_fine, error_text(context_.area, got, where(), next_step));
   };
-  refuse(context_.landing.traits().may_replan,
+  refuse(context_.delivery.traits().may_replan,
          "got parameters that changed since they were sharded: " + describe_change(change),
          "Make the optimizer anew.");
   refuse(!change.present.empty(), "got a module that has lost its last parameter",

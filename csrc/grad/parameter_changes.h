@@ -1,10 +1,10 @@
 #pragma once
 
 #include <trireme/comm/communicator.h>
-#include <trireme/grad/arming.h>
+#include <trireme/grad/backward_trigger.h>
 #include <trireme/grad/bucket_layout.h>
+#include <trireme/grad/grad_delivery.h>
 #include <trireme/grad/grad_hook.h>
-#include <trireme/grad/landing.h>
 #include <trireme/grad/plan_agreement.h>
 #include <trireme/module/module_parameters.h>
 
@@ -49,7 +49,7 @@ class TRIREME_API ParameterChanges {
   struct Context {
     BucketLayout& layout;
     Communicator& communicator;
-    const Landing& landing;
+    const GradDelivery& delivery;
     GradSink& sink;  // newcomers have indices behind those of parameters
     std::string area;
     bool hooks_before = false;           // the sink hears of gradients before they are accumulated

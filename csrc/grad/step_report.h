@@ -22,7 +22,7 @@ struct StepReport {
   double hidden_comm_ms = 0;   // some collective was in flight while backward computed
   int64_t reduced_bytes = 0;   // payload of this rank, once
   int64_t buckets = 0;
-  bool streamed = false;  // gradients went as one stream of deposits, see stream_wire.h
+  bool streamed = false;  // gradients went as one stream of deposits, see stream_transport.h
 };
 
 // Measures the times of one step.

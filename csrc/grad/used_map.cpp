@@ -28,24 +28,25 @@ const at::Tensor& UsedMap::own_wire(c10::Device device) {
   return own_wire_;
 }
 
-void UsedMap::write_to(const at::Tensor& wire, bool shadow) const {
-  const bool goes_to_gpu = !wire.is_cpu();  // from pinned memory, so that nobody waits for the copy
+void UsedMap::write_to(const at::Tensor& transport, bool shadow) const {
+  const bool goes_to_gpu =
+      !transport.is_cpu();  // from pinned memory, so that nobody waits for the copy
   at::Tensor host = at::zeros({numel()}, at::dtype(at::kFloat).pinned_memory(goes_to_gpu));
   auto* values = host.mutable_data_ptr<float>();
   if (!shadow) {
     for (int64_t i = 0; i < parameters_; ++i) values[i] = used_here(i) ? 1.0F : 0.0F;
   }
   values[parameters_] = (changed_here_ ? change_ : 0.0F) + compared_;
-  wire.copy_(host, /*non_blocking=*/goes_to_gpu);
+  transport.copy_(host, /*non_blocking=*/goes_to_gpu);
 }
 
-void UsedMap::start_reading(const at::Tensor& wire) {
-  const at::Tensor sums = wire.to(at::kFloat);
-  if (wire.is_cpu()) {
+void UsedMap::start_reading(const at::Tensor& transport) {
+  const at::Tensor sums = transport.to(at::kFloat);
+  if (transport.is_cpu()) {
     read_ = sums;
     return;
   }
-  if (!handoff_) handoff_.emplace(wire.device());
+  if (!handoff_) handoff_.emplace(transport.device());
   read_ = at::empty({numel()}, at::dtype(at::kFloat).pinned_memory(true));
   read_.copy_(sums, /*non_blocking=*/true);
   handoff_->note();

@@ -33,11 +33,11 @@ class TRIREME_API UsedMap {
 
   // Returns a tensor in which the map travels alone, the same one at each call.
   const at::Tensor& own_wire(c10::Device device);
-  // Writes this rank's summands into `wire` (numel() floating-point elements, any device).
-  void write_to(const at::Tensor& wire, bool shadow) const;
-  // Starts to read the sums, in the order of the caller's current stream; `wire` may be written
-  // when this returns.
-  void start_reading(const at::Tensor& wire);
+  // Writes this rank's summands into `transport` (numel() floating-point elements, any device).
+  void write_to(const at::Tensor& transport, bool shadow) const;
+  // Starts to read the sums, in the order of the caller's current stream; `transport` may be
+  // written when this returns.
+  void start_reading(const at::Tensor& transport);
   // Waits until a device has come to start_reading().
   void finish_reading();
 

@@ -16,7 +16,7 @@ namespace {
 constexpr std::string_view kEstimateArea = "memory_estimate";
 constexpr int64_t kKiB = 1024;
 constexpr int64_t kMiB = 1024 * kKiB;
-// grad/stream_wire.cpp has a ring of each rank, used for whole gradients of few ranks only.
+// grad/stream_transport.cpp has a ring of each rank, used for whole gradients of few ranks only.
 constexpr int64_t kDepositRing = 8 * kMiB;
 constexpr int64_t kMostStreamingRanks = 4;
 // shm/host_group.cpp has slots and counters of each rank.

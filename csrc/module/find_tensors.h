@@ -10,7 +10,7 @@ namespace trireme {
 
 // Returns the defined tensors in the result of a C++ module's forward(). Types that
 // for_each_tensor() does not know count as without tensors; a reducer then arms at the first
-// parameter's gradient (see grad/arming.h).
+// parameter's gradient (see grad/backward_trigger.h).
 template <typename Output>
 std::vector<at::Tensor> find_tensors(const Output& output) {
   std::vector<at::Tensor> found;

@@ -1,8 +1,8 @@
 #include <trireme/optim/flat_optimizer.h>
 
 #include <trireme/common/error.h>
-#include <trireme/optim/write_gate.h>
 #include <trireme/kernels/optimizer_step.h>
+#include <trireme/optim/write_gate.h>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros_like.h>

@@ -1,6 +1,6 @@
 #pragma once
 
-// Gradient path 5/5. In: landing.h (through .grad)  Out: the parameters, by step()
+// Gradient path 5/5. In: grad_delivery.h (through .grad)  Out: the parameters, by step()
 
 #include <trireme/common/export.h>
 #include <trireme/kernels/optimizer_step.h>

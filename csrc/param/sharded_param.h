@@ -49,14 +49,14 @@ struct ShardedParamSpec {
   std::vector<int64_t> sizes;
   at::ScalarType dtype = at::kFloat;
   int64_t dim = 0;  // the dimension that is sharded; from 0 on
-  // The dtype of the unsharded parameter, and that of its gradient on the wire; `dtype` if absent.
-  // See also grad_dtype.
+  // The dtype of the unsharded parameter, and that of its gradient on the transport; `dtype` if
+  // absent. See also grad_dtype.
   std::optional<at::ScalarType> param_dtype = {};
   std::optional<at::ScalarType> reduce_dtype = {};
   bool requires_grad = true;
   ShardOffload offload = ShardOffload::kNone;
   // The dtype of the gradient that the optimizer gets, if not `dtype`; that of the gradient on the
-  // wire, too, unless reduce_dtype says another.
+  // transport, too, unless reduce_dtype says another.
   std::optional<at::ScalarType> grad_dtype = {};
 
   bool is_replicated() const { return sizes.empty(); }

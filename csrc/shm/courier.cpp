@@ -21,7 +21,7 @@ constexpr int kTicks = 20;
 
 Courier::Courier(HostGroup& group)
     : group_(group),
-      bell_(group.block(group.rank()).mail_bell),
+      futex_(group.block(group.rank()).mail_bell),
       patience_(patience_of(group.world())),
       forks_(forks_so_far()),
       mailbox_(group) {}
@@ -125,7 +125,7 @@ void Courier::withdraw(Transfer::Kind kind, const char* why) {
     ended = mailbox_.take_ended();
   }
   deliver(ended);
-  ring(bell_);
+  ring(futex_);
 }
 
 // Moves messages until `enough` returns true; sleeps while nothing moves.
@@ -139,12 +139,12 @@ void Courier::drive(Enough&& enough) {
       ::sched_yield();
     } while (Clock::now() < yield_until);
 
-    const Asleep asleep(bell_);
+    const Asleep asleep(futex_);
     for (bool moved = false; !moved;) {
-      const uint32_t seen = bell_.rung.load(std::memory_order_seq_cst);
+      const uint32_t seen = futex_.rung.load(std::memory_order_seq_cst);
       moved = advance();
       if (enough()) return;
-      if (!moved) sleep_on(bell_, seen);
+      if (!moved) sleep_on(futex_, seen);
     }
   }
 }
@@ -173,7 +173,7 @@ void Courier::deliver(const std::vector<TransferPtr>& ended) {
     transfer->on_done = nullptr;  // it may hold what holds the transfer
     transfer->done.store(true, std::memory_order_seq_cst);
   }
-  if (!ended.empty()) ring(bell_);
+  if (!ended.empty()) ring(futex_);
 }
 
 void Courier::call_worker() {

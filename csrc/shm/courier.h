@@ -52,7 +52,7 @@ class TRIREME_API Courier {
   void work();
 
   HostGroup& group_;
-  Bell& bell_;  // this rank's bell
+  Futex& futex_;  // this rank's futex
   std::chrono::microseconds patience_;
   uint64_t forks_;
 

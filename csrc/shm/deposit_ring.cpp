@@ -54,9 +54,9 @@ void DepositRing::start_again() {
   own.base.store(base_, std::memory_order_relaxed);
   own.base_epoch.store(epoch_, std::memory_order_seq_cst);
   group_.wake_peers();
-  const Errand errand{"the first round of deposits after work was abandoned", timeout_};
+  const WaitContext context{"the first round of deposits after work was abandoned", timeout_};
   for (int64_t peer = 0; peer < group_.world(); ++peer) {
-    if (peer != group_.rank()) group_.wait_beside(peer, block(peer).base_epoch, epoch_, errand);
+    if (peer != group_.rank()) group_.wait_beside(peer, block(peer).base_epoch, epoch_, context);
     base_ = std::max(base_, block(peer).base.load(std::memory_order_relaxed));
   }
   round_ = 0;
@@ -131,15 +131,15 @@ void DepositRing::check_round() {
 // collect just those. Once it has collected all that it deposited, they have all that they need to
 // go on.
 void DepositRing::wait(std::string_view name) {
-  const Errand errand{name, timeout_};
+  const WaitContext context{name, timeout_};
   const bool lacks = collected_ < deposited_ || deposited_ == base_ + length_;
   for (int64_t peer = 0; peer < group_.world(); ++peer) {
     if (peer == group_.rank()) continue;
     if (lacks) {
-      group_.wait_beside(peer, block(peer).deposited, collected_ + 1, errand);
+      group_.wait_beside(peer, block(peer).deposited, collected_ + 1, context);
     } else {
       const uint64_t past = deposited_ + 1 - static_cast<uint64_t>(bytes_);
-      group_.wait_beside(peer, block(peer).collected, past, errand);
+      group_.wait_beside(peer, block(peer).collected, past, context);
     }
   }
 }

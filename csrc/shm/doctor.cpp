@@ -178,9 +178,9 @@ std::optional<SeenRank> read_block(std::span<const std::byte> bytes, int64_t now
   const uint64_t abandoned = block.abandoned.load(std::memory_order_relaxed);
   if (abandoned > 0 && abandoned >= block.rejoined.load(std::memory_order_relaxed))
     seen.abandoned = text_in(block.reason);
-  if (const int64_t since = block.errand_since_ns.load(std::memory_order_relaxed); since != 0) {
-    seen.errand = text_in(block.errand);
-    seen.errand_s = seconds_between(since, now_ns);
+  if (const int64_t since = block.wait_since_ns.load(std::memory_order_relaxed); since != 0) {
+    seen.context = text_in(block.context);
+    seen.wait_s = seconds_between(since, now_ns);
   }
   seen.round = harmless(round_text(block.progress, block.entered.load(std::memory_order_relaxed)));
   if (const std::string step = step_text(block.progress.steps_begun.load(std::memory_order_relaxed),

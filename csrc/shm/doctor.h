@@ -46,8 +46,8 @@ struct SeenRank {
   std::string step;                       // "in step 10", "after step 9"
   std::string command;                    // its command line
   std::string folder;                     // its working folder; empty if it may not be seen
-  std::string errand;                     // what it waits for beside the collectives, if it waits
-  double errand_s = 0;                    // for how long
+  std::string context;                    // what it waits for beside the collectives, if it waits
+  double wait_s = 0;                      // for how long
   uint64_t arrived = 0;                   // see RankBlock
   uint64_t behind = 0;                    // collectives, compared with the furthest rank
   Nonce group{};

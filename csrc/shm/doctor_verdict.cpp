@@ -109,18 +109,18 @@ std::string each(const Ranks& ranks, const Front& front) {
 
 // Returns which ranks wait beside the collectives for at least that long, and which do not: "rank 0
 // waits for all_reduce of bucket 3 for 7.2 s; rank 1 (process 7, sleeping) does not".
-std::string errands(const SeenGroup& group, double at_least_s) {
+std::string contexts(const SeenGroup& group, double at_least_s) {
   const Ranks waiting = those(group, [&](const SeenRank& rank) {
-    return !rank.errand.empty() && rank.errand_s >= at_least_s && !is_gone(rank);
+    return !rank.context.empty() && rank.wait_s >= at_least_s && !is_gone(rank);
   });
   if (waiting.empty()) return {};
   std::string text;
   for (const SeenRank* rank : waiting) {
     text += (text.empty() ? "" : "; ") + ("rank " + std::to_string(rank->rank)) + " waits for " +
-            rank->errand + " for " + seconds_text(rank->errand_s);
+            rank->context + " for " + seconds_text(rank->wait_s);
   }
   for (const SeenRank* rank :
-       those(group, [](const SeenRank& rank) { return rank.errand.empty(); }))
+       those(group, [](const SeenRank& rank) { return rank.context.empty(); }))
     text += "; " + full_name(*rank) + " does not";
   return text;
 }
@@ -144,15 +144,15 @@ std::string complaint(const SeenGroup& group, const Front& front, double patienc
       those(group, [](const SeenRank& rank) { return rank.state == RankState::kFailed; });
   if (!lost.empty()) {
     causes = lost;
-    const std::string beside = errands(group, 0);
+    const std::string beside = contexts(group, 0);
     return each(lost, front) + (beside.empty() ? std::string() : "; " + beside) +
            (failed.empty() ? std::string() : "; " + failures(failed));
   }
   if (!failed.empty()) return failures(failed);
   if (front.waiting.empty() || front.waited_s < patience_s) {
-    std::string text = errands(group, patience_s);
+    std::string text = contexts(group, patience_s);
     if (!text.empty())
-      causes = those(group, [](const SeenRank& rank) { return rank.errand.empty(); });
+      causes = those(group, [](const SeenRank& rank) { return rank.context.empty(); });
     return text;
   }
   const Ranks late = those(group, [&](const SeenRank& rank) {

@@ -31,7 +31,7 @@ void futex_wake_all(std::atomic<uint32_t>& word) {
 
 }  // namespace
 
-void sleep_on(Bell& bell, uint32_t seen) { futex_wait(bell.rung, seen, kLookEvery); }
+void sleep_on(Futex& futex, uint32_t seen) { futex_wait(futex.rung, seen, kLookEvery); }
 
 microseconds patience_of(int64_t ranks) {
   return ranks <= usable_cpus() ? kYieldFor : kYieldOversubscribed;
@@ -46,12 +46,12 @@ void FlagWait::wait_longer(const std::atomic<uint64_t>& counter, uint64_t target
     ::sched_yield();
   } while (Clock::now() < yield_until);
 
-  const Asleep asleep(bell_);
+  const Asleep asleep(futex_);
   Clock::time_point look_at = Clock::now() + kLookEvery;
   for (;;) {
-    const uint32_t seen = bell_.rung.load(std::memory_order_seq_cst);
+    const uint32_t seen = futex_.rung.load(std::memory_order_seq_cst);
     if (come()) return;
-    sleep_on(bell_, seen);
+    sleep_on(futex_, seen);
     if (come()) return;
     // Values that a peer published before it died count.
     const bool pointless = watch.pointless();
@@ -65,10 +65,10 @@ void FlagWait::wait_longer(const std::atomic<uint64_t>& counter, uint64_t target
   }
 }
 
-void ring(Bell& bell) {
-  if (bell.sleepers.load(std::memory_order_seq_cst) == 0) return;
-  bell.rung.fetch_add(1, std::memory_order_seq_cst);
-  futex_wake_all(bell.rung);
+void ring(Futex& futex) {
+  if (futex.sleepers.load(std::memory_order_seq_cst) == 0) return;
+  futex.rung.fetch_add(1, std::memory_order_seq_cst);
+  futex_wake_all(futex.rung);
 }
 
 }  // namespace trireme::shm

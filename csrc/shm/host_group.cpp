@@ -169,7 +169,7 @@ void HostGroup::settle_hosts(const std::vector<std::string>& rows) {
   if (!segments_[static_cast<size_t>(rank_)]) return;  // alone, and without memory to share
   for (const Segment& segment : segments_)
     blocks_.push_back(std::launder(reinterpret_cast<RankBlock*>(segment.data())));
-  flag_wait_ = std::make_unique<FlagWait>(block(rank_).bell, this->world());
+  flag_wait_ = std::make_unique<FlagWait>(block(rank_).futex, this->world());
   block(rank_).group = segments_.front().address().nonce;
   block(rank_).members = static_cast<int32_t>(members_.size());
   block(rank_).state.store(RankState::kHere, std::memory_order_release);
@@ -204,7 +204,7 @@ void HostGroup::publish(Counter counter, uint64_t value) {
 
 void HostGroup::wake_peers() {
   for (RankBlock* peer : blocks_)
-    if (peer != blocks_[static_cast<size_t>(rank_)]) ring(peer->bell);
+    if (peer != blocks_[static_cast<size_t>(rank_)]) ring(peer->futex);
 }
 
 void HostGroup::check_entered() {

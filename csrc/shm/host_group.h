@@ -38,7 +38,7 @@ struct HostGroupRequest {
 using Counter = std::atomic<uint64_t> RankBlock::*;
 
 // A wait outside the collectives: its name, for messages, and its limit.
-struct Errand {
+struct WaitContext {
   std::string_view name;
   std::chrono::milliseconds timeout;
   bool spares_group = false;  // when the time is over: only this wait ends
@@ -149,7 +149,7 @@ class TRIREME_API HostGroup {
   uint64_t epoch() const { return epoch_.load(std::memory_order_acquire); }
   // Waits until a counter in shared memory that `peer` writes has reached `target`.
   void wait_beside(int64_t peer, const std::atomic<uint64_t>& counter, uint64_t target,
-                   const Errand& errand);
+                   const WaitContext& context);
   // Wakes peers that wait_beside(). Called after a sequentially consistent store to their counter.
   void wake_peers();
   // Shows peers that this rank begins a round of deposits, its last operation until it enters a

@@ -5,7 +5,7 @@
 #include <trireme/common/forks.h>
 #include <trireme/common/interruption.h>
 #include <trireme/shm/host_group.h>
-#include <trireme/shm/shown_errand.h>
+#include <trireme/shm/shown_wait.h>
 
 #include <algorithm>
 #include <cstring>
@@ -31,9 +31,9 @@ std::string_view text_at(const std::array<char, N>& place) {
 // silence, then whether the awaited one still lives.
 class HostGroup::PeerWatch : public Watch {
  public:
-  // Watches for the collective that runs if there is no errand.
-  PeerWatch(HostGroup& group, int64_t peer, const Errand* errand, bool rejoins = false)
-      : group_(group), peer_(peer), errand_(errand), rejoins_(rejoins) {}
+  // Watches for the collective that runs if there is no context.
+  PeerWatch(HostGroup& group, int64_t peer, const WaitContext* context, bool rejoins = false)
+      : group_(group), peer_(peer), context_(context), rejoins_(rejoins) {}
 
   bool pointless() override {
     if (group_.failure()) return true;
@@ -62,9 +62,9 @@ class HostGroup::PeerWatch : public Watch {
   }
 
   void overdue() override {
-    const auto patience = errand_ != nullptr ? errand_->timeout : group_.timeout_;
+    const auto patience = context_ != nullptr ? context_->timeout : group_.timeout_;
     const std::string why = group_.lateness_of(peer_, "come", patience);
-    if (errand_ != nullptr && errand_->spares_group) {
+    if (context_ != nullptr && context_->spares_group) {
       throw Fault(FaultKind::kTimeout, error_text("host_group", what() + ": " + why, group_.where_,
                                                   "Wait longer; the group goes on."));
     }
@@ -78,7 +78,7 @@ class HostGroup::PeerWatch : public Watch {
 
  private:
   std::string what() const {
-    return errand_ != nullptr ? std::string(errand_->name) : group_.current();
+    return context_ != nullptr ? std::string(context_->name) : group_.current();
   }
 
   // Returns which rank, of those that this wait depends on, has ended this epoch, and why.
@@ -86,7 +86,7 @@ class HostGroup::PeerWatch : public Watch {
 
   HostGroup& group_;
   int64_t peer_;
-  const Errand* errand_;
+  const WaitContext* context_;
   bool rejoins_;
   std::string why_;
 };
@@ -129,11 +129,11 @@ void HostGroup::wait(int64_t peer, Counter counter, uint64_t target) {
 }
 
 void HostGroup::wait_beside(int64_t peer, const std::atomic<uint64_t>& counter, uint64_t target,
-                            const Errand& errand) {
+                            const WaitContext& context) {
   if (counter.load(std::memory_order_acquire) >= target) return;
-  PeerWatch watch(*this, peer, &errand);
-  const ShownErrand shown(block(rank_), errand.name);
-  flag_wait_->until(counter, target, deadline_after(errand.timeout), watch);
+  PeerWatch watch(*this, peer, &context);
+  const ShownWait shown(block(rank_), context.name);
+  flag_wait_->until(counter, target, deadline_after(context.timeout), watch);
 }
 
 void HostGroup::wait_all(Counter counter, uint64_t target) {
@@ -226,10 +226,10 @@ void HostGroup::rejoin() {
   own.had_rings.store(has_rings(), std::memory_order_relaxed);
   own.rejoined.store(epoch, std::memory_order_seq_cst);
   wake_peers();
-  const Errand errand{"the first collective after work was abandoned", timeout_};
+  const WaitContext context{"the first collective after work was abandoned", timeout_};
   for (int64_t peer = 0; peer < world(); ++peer) {
     if (peer == rank_) continue;
-    PeerWatch watch(*this, peer, &errand, /*rejoins=*/true);
+    PeerWatch watch(*this, peer, &context, /*rejoins=*/true);
     flag_wait_->until(block(peer).rejoined, epoch, deadline_, watch);
   }
   for (RankBlock* peer : blocks_) {
@@ -243,7 +243,7 @@ void HostGroup::rejoin() {
 
 void HostGroup::ring_all() noexcept {
   for (RankBlock* peer : blocks_) {
-    ring(peer->bell);
+    ring(peer->futex);
     ring(peer->mail_bell);
   }
 }

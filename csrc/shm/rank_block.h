@@ -19,7 +19,7 @@ enum class RankState : uint32_t { kJoining, kHere, kLeft, kFailed };
 enum class OutboxState : uint32_t { kNone, kOpen, kClosed };
 
 // The futex on which threads of one rank sleep. A peer that publishes something wakes them.
-struct Bell {
+struct Futex {
   alignas(kCacheLine) std::atomic<uint32_t> rung{0};
   std::atomic<uint32_t> sleepers{0};
 };
@@ -51,8 +51,8 @@ struct RankBlock {
   std::atomic<uint64_t> reduced{0};   // step whose slice the owner has reduced
   std::atomic<uint64_t> consumed{0};  // step whose data the owner no longer needs
 
-  Bell bell;       // rung by collectives
-  Bell mail_bell;  // rung by messages, so that collectives do not wake a thread that waits for one
+  Futex futex;      // rung by collectives
+  Futex mail_bell;  // rung by messages, so that collectives do not wake a thread that waits for one
 
   alignas(kCacheLine) std::atomic<RankState> state{RankState::kJoining};
   pid_t pid = 0;
@@ -88,9 +88,9 @@ struct RankBlock {
   int32_t members = 0;  // ranks on this host
 
   // A wait beside the collectives (HostGroup::wait_beside): what for, and since when, 0 for none.
-  std::array<char, 192> errand{};
-  std::atomic<int64_t> errand_since_ns{0};
-  std::atomic<bool> errand_is_taken{false};  // a thread of the owner shows one
+  std::array<char, 192> context{};
+  std::atomic<int64_t> wait_since_ns{0};
+  std::atomic<bool> wait_is_shown{false};  // a thread of the owner shows one
 
   Progress progress{};
 

@@ -105,13 +105,13 @@ bool SlotSender::is_full() const {
 
 bool SlotSender::is_drained() const { return block_.done.load(std::memory_order_acquire) >= sent_; }
 
-void SlotSender::wait(std::string_view errand) {
+void SlotSender::wait(std::string_view context) {
   was_refused_for_now_ = false;
   check_usable(group_);
   const auto room = static_cast<uint64_t>(end_.messages);
   const uint64_t done = std::max(sent_ < room ? 0 : sent_ + 1 - room, full_until_);
   if (done == 0) return;
-  group_.wait_beside(end_.peer, block_.done, done, {errand, group_.timeout()});
+  group_.wait_beside(end_.peer, block_.done, done, {context, group_.timeout()});
 }
 
 // Takes the first free slot that is large enough, so that few are used, and stay in the caches.
@@ -184,7 +184,7 @@ void SlotSender::send(MessageHead head) {
   }
   std::memcpy(head_at(end_, sent_), &head, sizeof(head));
   block_.sent.store(sent_, std::memory_order_seq_cst);
-  ring(group_.block(end_.peer).bell);
+  ring(group_.block(end_.peer).futex);
 }
 
 HeldSlot::HeldSlot(std::shared_ptr<const Segment> segment, uint64_t sequence)
@@ -212,9 +212,9 @@ bool SlotReceiver::is_empty() const {
   return block_.sent.load(std::memory_order_acquire) <= received_;
 }
 
-void SlotReceiver::wait(std::string_view errand) {
+void SlotReceiver::wait(std::string_view context) {
   check_usable(group_);
-  group_.wait_beside(end_.peer, block_.sent, received_ + 1, {errand, group_.timeout()});
+  group_.wait_beside(end_.peer, block_.sent, received_ + 1, {context, group_.timeout()});
 }
 
 SlotReceiver::Message SlotReceiver::take_message() {
@@ -253,7 +253,7 @@ MessageHead SlotReceiver::next_head() const {
 void SlotReceiver::publish_done(uint64_t done) {
   done_ = done;
   block_.done.store(done_, std::memory_order_seq_cst);
-  ring(group_.block(end_.peer).bell);
+  ring(group_.block(end_.peer).futex);
 }
 
 void SlotReceiver::forget_before(int64_t step) {

@@ -107,8 +107,8 @@ class TRIREME_API SlotSender {
   bool is_full() const;
   // Returns whether the receiver is done with all messages.
   bool is_drained() const;
-  // Waits until it is not full. `errand` names the wait in errors.
-  void wait(std::string_view errand);
+  // Waits until it is not full. `context` names the wait in errors.
+  void wait(std::string_view context);
   // Returns memory for that many bytes of a message, aligned to a cache line; the next send() sends
   // it. The channel is not full. Throws Fault(kMemory), after which it may be.
   std::byte* slot_for(int64_t bytes);
@@ -169,8 +169,8 @@ class TRIREME_API SlotReceiver {
   SlotReceiver& operator=(const SlotReceiver&) = delete;
 
   bool is_empty() const;
-  // Waits until it is not empty. `errand` names the wait in errors.
-  void wait(std::string_view errand);
+  // Waits until it is not empty. `context` names the wait in errors.
+  void wait(std::string_view context);
   struct Message {
     MessageHead head;
     std::shared_ptr<HeldSlot> slot;

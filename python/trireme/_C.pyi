@@ -27,7 +27,7 @@ from trireme._c_activation import segment_bounds as segment_bounds
 from trireme._c_activation import square_root_segments as square_root_segments
 from trireme._c_pipeline import BatchVersions as BatchVersions
 from trireme._c_pipeline import CallTurn as CallTurn
-from trireme._c_pipeline import HeldBackwards as HeldBackwards
+from trireme._c_pipeline import DeferredSync as DeferredSync
 from trireme._c_pipeline import LossCollector as LossCollector
 from trireme._c_pipeline import PipelineAction as PipelineAction
 from trireme._c_pipeline import PipelineEngine as PipelineEngine
@@ -170,7 +170,7 @@ def examine_host(pids: Sequence[int], patience: timedelta, history: int) -> dict
 
 class WorkerPool:
     def __init__(self, *, devices: _Devices, intra_op_threads: Sequence[int]) -> None: ...
-    def seat(self, worker: int) -> _Call: ...
+    def worker_loop(self, worker: int) -> _Call: ...
     def stopper(self) -> _Call: ...
     def run(self, workers: Sequence[int], function: _Job, on_interrupt: _Call) -> None: ...
 

@@ -70,7 +70,7 @@ _Forward = Callable[[int, Any], Any]
 _OfWeights = Callable[[int, None], None]
 _Named = tuple[list[str], list[Tensor]]
 
-class HeldBackwards:
+class DeferredSync:
     def __init__(
         self,
         hold: Callable[[bool], None],
@@ -98,7 +98,7 @@ class PipelineStageRequest:
         loss: _Forward | None,
         parameters: _Named,
         buffers: _Named,
-        strategies: Sequence[HeldBackwards],
+        strategies: Sequence[DeferredSync],
         weights: tuple[_OfWeights, _OfWeights] | None = None,
         sends_gradients: bool = False,
     ) -> None: ...
@@ -168,11 +168,11 @@ class PipelineEngine(PipelineRunner):
         scale_grads: bool,
         skips: Sequence[tuple[str, int, int]],
         tied: Sequence[Sequence[tuple[int, str]]],
-        copies: Communicator | None = None,
+        replicas: Communicator | None = None,
         scale_unlisted: bool = True,
     ) -> None: ...
     def set_parameters(
-        self, stage: int, parameters: _Named, strategies: Sequence[HeldBackwards]
+        self, stage: int, parameters: _Named, strategies: Sequence[DeferredSync]
     ) -> None: ...
 
 def find_tied(stages: Sequence[tuple[int, _Named]]) -> list[list[tuple[int, str]]]: ...

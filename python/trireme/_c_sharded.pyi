@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from trireme._C import AdamStepOptions, Communicator, HeldBackwards, ShardedParameter
+from trireme._C import AdamStepOptions, Communicator, DeferredSync, ShardedParameter
 
 class ShardPlacement:
     DIM0: ClassVar[ShardPlacement]
@@ -155,7 +155,7 @@ class ParamGroup:
         reshards_with: Communicator | None = None,
         offload: UnitOffload | None = None,
     ) -> None: ...
-    def held_backwards(self) -> HeldBackwards: ...
+    def deferred_sync(self) -> DeferredSync: ...
     @staticmethod
     def gathers_over(communicator: Communicator, device: torch.device) -> bool: ...
     @property

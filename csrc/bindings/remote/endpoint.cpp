@@ -5,7 +5,7 @@
 #include <trireme/common/duration.h>
 #include <trireme/common/error.h>
 #include <trireme/strategies/remote/remote_module.h>
-#include <trireme/strategies/remote/switchboard.h>
+#include <trireme/strategies/remote/rpc_agent.h>
 
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
@@ -28,7 +28,7 @@ using remote::CallRequest;
 using remote::PendingCallPtr;
 using remote::Ref;
 using remote::RemoteModule;
-using remote::Switchboard;
+using remote::RpcAgent;
 using remote::Value;
 using remote::Verb;
 using SharedRef = std::shared_ptr<Ref>;
@@ -47,7 +47,7 @@ std::optional<std::chrono::milliseconds> milliseconds_of(Timeout timeout) {
 // A call under way.
 class PythonPending {
  public:
-  PythonPending(std::shared_ptr<Switchboard> board, PendingCallPtr call)
+  PythonPending(std::shared_ptr<RpcAgent> board, PendingCallPtr call)
       : board_(std::move(board)), call_(std::move(call)) {}
 
   py::object wait() const {
@@ -64,14 +64,14 @@ class PythonPending {
   }
 
  private:
-  std::shared_ptr<Switchboard> board_;
+  std::shared_ptr<RpcAgent> board_;
   PendingCallPtr call_;
 };
 
 // A remote module that takes and returns Python values.
 class PythonRemoteModule {
  public:
-  PythonRemoteModule(const std::shared_ptr<Switchboard>& board, remote::ModuleRequest request)
+  PythonRemoteModule(const std::shared_ptr<RpcAgent>& board, remote::ModuleRequest request)
       : module_(board, std::move(request)) {}
 
   py::object forward(const py::tuple& args, const py::dict& kwargs, bool training) {
@@ -121,7 +121,7 @@ class PythonEndpoint {
  public:
   PythonEndpoint(const std::shared_ptr<Communicator>& communicator, const std::string& name,
                  int64_t threads)
-      : board_(Switchboard::start(communicator, name, threads)) {}
+      : board_(RpcAgent::start(communicator, name, threads)) {}
 
   std::vector<std::string> names() const { return board_->names(); }
   int64_t rank() const { return board_->where().rank; }
@@ -191,7 +191,7 @@ class PythonEndpoint {
     return std::make_unique<PythonPending>(board_, board_->begin(std::move(request)));
   }
 
-  std::shared_ptr<Switchboard> board_;
+  std::shared_ptr<RpcAgent> board_;
 };
 
 void define(std::string name, std::string parameters, int64_t count, std::string place,

@@ -52,9 +52,9 @@ void HostLeg::keep_watch() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!ending_) {
     changed_.wait_for(lock, shm::kLookEvery);
-    if (!landing_) {
+    if (!receiving_) {
       watcher_sleeps_ = true;
-      changed_.wait(lock, [this] { return landing_ || ending_; });
+      changed_.wait(lock, [this] { return receiving_ || ending_; });
       watcher_sleeps_ = false;
       continue;
     }
@@ -102,7 +102,7 @@ void HostLeg::post(Flight& flight, int64_t host, std::byte* data, int64_t bytes,
 void HostLeg::land(Flight& flight, shm::Clock::time_point deadline) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    landing_ = true;
+    receiving_ = true;
     if (watcher_sleeps_) changed_.notify_all();
   }
   for (const Flight::Message& message : flight.messages_) {
@@ -116,14 +116,14 @@ void HostLeg::land(Flight& flight, shm::Clock::time_point deadline) {
     }
     if (!landed) {
       const std::lock_guard<std::mutex> lock(mutex_);
-      landing_ = false;
+      receiving_ = false;
       const bool late = shm::Clock::now() >= deadline;
       throw LegBroken(name_of(message.host) +
                       (late ? " has not come in time" : " no longer answers") + " (" + why + ")");
     }
   }
   const std::lock_guard<std::mutex> lock(mutex_);
-  landing_ = false;
+  receiving_ = false;
   flight.messages_.clear();
 }
 

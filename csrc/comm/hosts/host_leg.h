@@ -85,7 +85,7 @@ class HostLeg {
   c10::intrusive_ptr<c10d::Backend> gloo_;  // null once closed
   std::set<Flight*> flights_;
   Pointless pointless_;
-  bool landing_ = false;
+  bool receiving_ = false;
   bool ending_ = false;
   bool watcher_sleeps_ = false;  // until it is woken: no rank has waited for some time
   std::condition_variable changed_;

@@ -25,7 +25,8 @@ bool are_same(const ChannelRequest& one, const ChannelRequest& other) {
 ThreadGroup::State::State(int64_t ranks, std::vector<c10::Device> devices)
     : ranks_(ranks), devices_(std::move(devices)), deposits_(static_cast<size_t>(ranks)) {
   devices_.resize(static_cast<size_t>(ranks), c10::Device(at::kCPU));
-  for (int64_t rank = 0; rank < ranks; ++rank) seats_.push_back(std::make_unique<Seat>());
+  for (int64_t rank = 0; rank < ranks; ++rank)
+    rank_states_.push_back(std::make_unique<RankState>());
 }
 
 void ThreadGroup::State::throw_failure(const std::string& what, int64_t rank) const {
@@ -39,7 +40,7 @@ void ThreadGroup::State::expect_no_failure(const std::string& what, int64_t rank
 }
 
 void ThreadGroup::State::wake_all() {
-  for (const auto& seat : seats_) seat->wake.notify_one();
+  for (const auto& state : rank_states_) state->wake.notify_one();
 }
 
 void ThreadGroup::State::meet(int64_t rank, Deposit deposit, const Run& run) {
@@ -49,7 +50,7 @@ void ThreadGroup::State::meet(int64_t rank, Deposit deposit, const Run& run) {
   deposits_[static_cast<size_t>(rank)] = std::move(deposit);
   if (++arrived_ < ranks_) {
     const uint64_t own = meeting_;
-    seats_[static_cast<size_t>(rank)]->wake.wait(
+    rank_states_[static_cast<size_t>(rank)]->wake.wait(
         lock, [&] { return meeting_ != own || failure_.has_value(); });
     if (meeting_ == own) throw_failure(operation, rank);
     if (!refusal_.empty()) C10_THROW_ERROR(DistBackendError, refusal_);
@@ -97,7 +98,7 @@ void ThreadGroup::State::recover() {
 std::shared_ptr<ThreadGroup::State::Queues> ThreadGroup::State::queues(
     int64_t rank, const std::vector<ChannelRequest>& requests) {
   const std::lock_guard lock(mutex_);
-  const size_t number = seats_[static_cast<size_t>(rank)]->channels_asked++;
+  const size_t number = rank_states_[static_cast<size_t>(rank)]->channels_asked++;
   if (number == made_.size()) {
     auto queues = std::make_shared<Queues>();
     for (const ChannelRequest& request : requests)
@@ -119,7 +120,7 @@ void ThreadGroup::State::push(ThreadQueue& queue, TensorMessage message) {
   expect_no_failure("send by " + queue.request.name, queue.request.from);
   queue.messages.push_back(std::move(message));
   queue.waiting.fetch_add(1, std::memory_order_release);
-  seats_[static_cast<size_t>(queue.request.to)]->wake.notify_one();
+  rank_states_[static_cast<size_t>(queue.request.to)]->wake.notify_one();
 }
 
 TensorMessage ThreadGroup::State::take_message(ThreadQueue& queue, const std::string& label) {
@@ -130,7 +131,7 @@ TensorMessage ThreadGroup::State::take_message(ThreadQueue& queue, const std::st
   for (int look = 0; look < kLooks && !may_go_on(); ++look) spin_pause();
   const int64_t rank = queue.request.to;
   std::unique_lock lock(mutex_);
-  seats_[static_cast<size_t>(rank)]->wake.wait(lock, may_go_on);
+  rank_states_[static_cast<size_t>(rank)]->wake.wait(lock, may_go_on);
   if (failure_) throw_failure("receive of " + label + " by " + queue.request.name, rank);
   TensorMessage message = std::move(queue.messages.front());
   queue.messages.pop_front();

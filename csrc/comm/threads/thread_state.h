@@ -65,7 +65,7 @@ class ThreadGroup::State {
 
  private:
   // Guarded by the lock, like all below but `devices_`, `has_failed_` and the queues' `waiting`.
-  struct Seat {
+  struct RankState {
     std::condition_variable wake = {};
     size_t channels_asked = 0;
   };
@@ -77,7 +77,7 @@ class ThreadGroup::State {
   int64_t ranks_;
   std::vector<c10::Device> devices_;  // never changed
   mutable std::mutex mutex_;
-  std::vector<std::unique_ptr<Seat>> seats_;
+  std::vector<std::unique_ptr<RankState>> rank_states_;
   std::optional<std::string> failure_;
   std::atomic<bool> has_failed_{false};
   std::vector<Deposit> deposits_;

@@ -2,7 +2,7 @@
 
 #include <trireme/common/trace.h>
 #include <trireme/grad/plan_agreement.h>
-#include <trireme/strategies/ddp/whole_landing.h>
+#include <trireme/strategies/ddp/whole_delivery.h>
 
 #include <ATen/ATen.h>
 
@@ -79,8 +79,8 @@ Ddp::Ddp(ModuleTensors module, std::shared_ptr<Communicator> communicator,
   reducer_options.compares_moved_values = true;
   GradReducerParts parts;
   parts.communicator = communicator_;
-  parts.arming = arming_;
-  parts.landing = std::make_shared<WholeLanding>(arming_, options.gradient_as_bucket_view);
+  parts.trigger = trigger_;
+  parts.delivery = std::make_shared<WholeDelivery>(trigger_, options.gradient_as_bucket_view);
   reducer_ = GradReducer::make(module.parameters, std::move(parts), reducer_options);
 }
 
@@ -98,12 +98,12 @@ std::unordered_map<const Ddp::Forwards*, int64_t>& Ddp::Forwards::running_here()
 
 void Ddp::before_forward() {
   const auto leader = leading();
-  if (!leader->runs_here()) leader->arming->before_forward();
+  if (!leader->runs_here()) leader->trigger->before_forward();
 }
 
 void Ddp::after_forward(const std::vector<at::Tensor>& outputs, bool synchronize, bool all_found) {
   const auto leader = leading();
-  if (!leader->runs_here()) leader->arming->after_forward(outputs, synchronize, all_found);
+  if (!leader->runs_here()) leader->trigger->after_forward(outputs, synchronize, all_found);
 }
 
 void Ddp::sync_buffers(const std::vector<at::Tensor>& buffers, int64_t root) {

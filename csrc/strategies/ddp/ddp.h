@@ -45,9 +45,9 @@ TRIREME_API BucketCaps bucket_caps(const DdpOptions& options);
 //
 //   before_forward    watch what the user froze or cast; buffers of rank 0 for all (sync_buffers)
 //   forward           the user's
-//   after_forward     watch what the user replaced; hooks on the outputs (see grad/arming.h)
-//   backward          grad_hook -> bucket -> wire (all_reduce, or a stream) -> whole_landing
-//   step              the user's optimizer
+//   after_forward     watch what the user replaced; hooks on the outputs (see
+//   grad/backward_trigger.h) backward          grad_hook -> bucket -> transport (all_reduce, or a
+//   stream) -> whole_delivery step              the user's optimizer
 //
 // Bytes per rank and step: every gradient once through an all-reduce, 4 bytes per parameter,
 // buffers once. Extra memory: none beside the gradients themselves (see [Note: who owns a
@@ -77,7 +77,7 @@ class TRIREME_API Ddp {
 
   // Returns whether a pipeline holds back its backwards. No forward tells then which backward will
   // average: has_averaged() returns whether one has since its last call.
-  bool is_held() const { return arming_->is_held(); }
+  bool is_held() const { return trigger_->is_held(); }
   bool has_averaged() {
     const int64_t step = reducer_->last_step().step;
     return std::exchange(seen_step_, step) != step;
@@ -89,7 +89,7 @@ class TRIREME_API Ddp {
   // has the values already is not written, since a sharded optimizer's must not be.
   void sync_module(const std::vector<at::Tensor>& buffers, int64_t root);
 
-  Arming& arming() { return *arming_; }
+  BackwardTrigger& trigger() { return *trigger_; }
   GradReducer& reducer() { return *reducer_; }
   const GradReducer& reducer() const { return *reducer_; }
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
@@ -97,9 +97,9 @@ class TRIREME_API Ddp {
   c10::Device device() const { return reducer_->layout().device(); }
 
  private:
-  // The Arming to which inner Ddps report their forwards.
+  // The BackwardTrigger to which inner Ddps report their forwards.
   struct Forwards {
-    std::shared_ptr<Arming> arming;
+    std::shared_ptr<BackwardTrigger> trigger;
     // Counts the running forwards of this thread: other threads may evaluate meanwhile.
     static std::unordered_map<const Forwards*, int64_t>& running_here();
     bool runs_here() const { return running_here().contains(this); }
@@ -110,8 +110,8 @@ class TRIREME_API Ddp {
   std::shared_ptr<Forwards> leading() const;
 
   std::shared_ptr<Communicator> communicator_;
-  std::shared_ptr<Arming> arming_ = std::make_shared<Arming>();
-  std::shared_ptr<Forwards> forwards_ = std::make_shared<Forwards>(Forwards{arming_});
+  std::shared_ptr<BackwardTrigger> trigger_ = std::make_shared<BackwardTrigger>();
+  std::shared_ptr<Forwards> forwards_ = std::make_shared<Forwards>(Forwards{trigger_});
   std::vector<std::weak_ptr<Forwards>> around_;  // the innermost first
   std::shared_ptr<GradReducer> reducer_;
   int64_t seen_step_ = 0;  // see has_averaged()

@@ -17,8 +17,8 @@ void DdpJoin::enter_join(Join* join, const JoinOptions& options) {
   if (join != nullptr) refuse_meetings(module_, options, "ddp", ddp_.communicator()->rank_of());
   join_ = join;
   buffers_may_differ_ = true;
-  if (join_ == nullptr) return ddp_.arming().set_armed_callback(nullptr);
-  ddp_.arming().set_armed_callback([this] { join_->tell(*this, {kBackward}); });
+  if (join_ == nullptr) return ddp_.trigger().set_armed_callback(nullptr);
+  ddp_.trigger().set_armed_callback([this] { join_->tell(*this, {kBackward}); });
 }
 
 void DdpJoin::before_forward(bool sync_buffers) {

@@ -34,7 +34,7 @@ void call(const AllReduceHook& hook, const std::vector<const OwnSum*>& sums) {
 
 }  // namespace
 
-void set_all_reduce_hooks(OwnerLanding& landing, std::vector<AllReduceHook> hooks,
+void set_all_reduce_hooks(OwnerDelivery& delivery, std::vector<AllReduceHook> hooks,
                           const std::vector<size_t>& parameters) {
   TORCH_INTERNAL_ASSERT(hooks.size() == parameters.size());
   std::vector<size_t> unit_of;
@@ -44,9 +44,9 @@ void set_all_reduce_hooks(OwnerLanding& landing, std::vector<AllReduceHook> hook
     has_hook.insert(has_hook.end(), parameters[unit], hooks[unit] != nullptr);
   }
   if (std::find(has_hook.begin(), has_hook.end(), true) == has_hook.end())
-    return landing.set_summed_callback(std::move(has_hook), nullptr);
-  landing.set_summed_callback(has_hook, [hooks = std::move(hooks), unit_of = std::move(unit_of)](
-                                            const std::vector<OwnSum>& sums) {
+    return delivery.set_summed_callback(std::move(has_hook), nullptr);
+  delivery.set_summed_callback(has_hook, [hooks = std::move(hooks), unit_of = std::move(unit_of)](
+                                             const std::vector<OwnSum>& sums) {
     TRIREME_TRACE("fsdp.all_reduce_hooks");
     const at::NoGradGuard no_grad;
     std::map<std::pair<size_t, at::ScalarType>, std::vector<const OwnSum*>> rows;

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <trireme/common/export.h>
-#include <trireme/strategies/fsdp/owner_landing.h>
+#include <trireme/strategies/fsdp/owner_delivery.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -33,10 +33,10 @@ namespace trireme {
 // recorded. May be empty.
 using AllReduceHook = std::function<void(at::Tensor& gradients)>;
 
-// Makes `landing` run these hooks from now on, one per unit. `parameters` has the number of each
-// unit's parameters, in the order of the landing's. Costs a copy of the unit's part there and back,
-// and its memory meanwhile.
-TRIREME_API void set_all_reduce_hooks(OwnerLanding& landing, std::vector<AllReduceHook> hooks,
+// Makes `delivery` run these hooks from now on, one per unit. `parameters` has the number of each
+// unit's parameters, in the order of the delivery's. Costs a copy of the unit's part there and
+// back, and its memory meanwhile.
+TRIREME_API void set_all_reduce_hooks(OwnerDelivery& delivery, std::vector<AllReduceHook> hooks,
                                       const std::vector<size_t>& parameters);
 
 }  // namespace trireme

@@ -100,7 +100,7 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   // others may have read it; c10::DistBackendError as the step gate and the reducer do.
   void pre_forward(const Forward& forward, const std::vector<at::Tensor>& inputs = {});
   // Called after the forward of a unit. `outputs` are the tensors in what the unit returns; see
-  // Arming::after_forward. Throws c10::DistBackendError as a gather and the reducer do.
+  // BackwardTrigger::after_forward. Throws c10::DistBackendError as a gather and the reducer do.
   void post_forward(const Forward& forward, const std::vector<at::Tensor>& outputs, bool all_found);
 
   // Take part in a forward, and in a backward, of the other ranks, without a batch and with zeros

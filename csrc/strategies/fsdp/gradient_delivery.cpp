@@ -1,6 +1,6 @@
 #include <trireme/strategies/fsdp/gradient_delivery.h>
 
-#include <trireme/strategies/fsdp/owner_landing.h>
+#include <trireme/strategies/fsdp/owner_delivery.h>
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/engine.h>

@@ -136,7 +136,7 @@ ShardedModule::ShardedModule(std::shared_ptr<torch::nn::Module> inner, FsdpOptio
     ParamGroupRequest request{std::move(specs), sharers_};
     request.device = device_;
     if (ParamGroup::gathers_over(*sharers_, request.device)) {
-      request.gathers_with = options_.gathers_with ? options_.gathers_with : twin_of(*sharers_);
+      request.gathers_with = options_.gathers_with ? options_.gathers_with : duplicate(*sharers_);
       request.reshards_with = ranks.reshards_with;
     }
     if (options_.offload) settle_offload(*options_.offload, request, where);
@@ -221,7 +221,7 @@ void ShardedModule::shard() {
   put_gate(gated, gate_);
   if (!group_) return;
   hold_ = std::make_shared<UnitHold>(group_);
-  put_held_backwards(gated, hold_);
+  put_deferred_sync(gated, hold_);
   gated.erase(gated.begin(), gated.begin() + static_cast<int64_t>(leaves_.size()));
   group_->set_face(std::make_shared<ShardsFace>(std::move(gated)), leaves_);
 }

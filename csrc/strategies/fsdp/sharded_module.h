@@ -21,8 +21,8 @@
 namespace trireme {
 
 struct FsdpOptions {
-  // The dtype that forward and backward read, and that of gradients on the wire; the parameters'
-  // own if absent.
+  // The dtype that forward and backward read, and that of gradients on the transport; the
+  // parameters' own if absent.
   std::optional<at::ScalarType> param_dtype = {};
   std::optional<at::ScalarType> reduce_dtype = {};
   // The dtype of the module's floating-point outputs; they stay as they come if it is absent.
@@ -34,23 +34,23 @@ struct FsdpOptions {
   std::optional<bool> reshard_after_forward = {};
   // All ranks that train; those of the last trireme::init() if null. An inner unit may have one of
   // some of the outermost unit's ranks, which share the unit with each other only (experts); its
-  // gradients are averaged over these. Units of the same ranks get the same one: neighbours_of()
-  // and counterparts_of() (comm/subgroups.h) make them.
+  // gradients are averaged over these. Units of the same ranks get the same one: split_contiguous()
+  // and split_strided() (comm/subgroups.h) make them.
   std::shared_ptr<Communicator> communicator = nullptr;
   // The number of neighbouring ranks among which the parameters are sharded (HSDP). The next ones
   // have the same shards again, and gradients are averaged over all. 0: all ranks.
   int64_t shard_among = 0;
   // A second communicator of the ranks that share the parameters, for gathers, the same for all
-  // units that they share; twin_of() theirs (comm/subgroups.h) if null. Used only where parameters
-  // are gathered.
+  // units that they share; duplicate() theirs (comm/subgroups.h) if null. Used only where
+  // parameters are gathered.
   std::shared_ptr<Communicator> gathers_with = nullptr;
   // The number of neighbouring ranks among which the unit is resharded after forward: backward
   // gathers it from these only, and each of them keeps a part of it until then (see [Note: pieces]
   // in param/gathered_params.h). 0 and the number of ranks: all of them; 1: it is not resharded.
   // Replaces reshard_after_forward. Equal on all ranks; used only where parameters are gathered.
   int64_t reshard_among = 0;
-  // The communicator of these ranks, the same for all units; neighbours_of() the ranks that share
-  // parameters if null.
+  // The communicator of these ranks, the same for all units; split_contiguous() the ranks that
+  // share parameters if null.
   std::shared_ptr<Communicator> reshards_with = nullptr;
   // The communicator that scatters gradients, the same for all units of the same ranks; that of the
   // ranks that share the parameters if null. Used only where parameters are gathered. A

@@ -130,7 +130,7 @@ std::shared_ptr<Communicator> ShardedModule::Root::order_agreement() const {
       std::any_of(groups.begin(), groups.end(), [](const auto& group) { return group->gathers(); });
   if (ranks.size() < 2 || !gathers) return nullptr;
   Communicator& all = *ranks.front().communicator;
-  std::shared_ptr<Communicator> twin = twin_of(all);
+  std::shared_ptr<Communicator> twin = duplicate(all);
   TORCH_CHECK_NOT_IMPLEMENTED(
       twin, error_text("fully_shard",
                        "got units that fewer ranks share than the outermost one, and a "

@@ -2,11 +2,11 @@
 
 namespace trireme {
 
-// Returns the HeldBackwards of a unit's reducer, which the unsharded parameters name. Several units
+// Returns the DeferredSync of a unit's reducer, which the unsharded parameters name. Several units
 // may have it in common.
-std::shared_ptr<HeldBackwards> UnitHold::reducer() const {
+std::shared_ptr<DeferredSync> UnitHold::reducer() const {
   if (group_->leaves().empty()) return nullptr;
-  std::shared_ptr<HeldBackwards> found = held_backwards_of(group_->leaves().front());
+  std::shared_ptr<DeferredSync> found = deferred_sync_of(group_->leaves().front());
   return found.get() == this ? nullptr : found;
 }
 

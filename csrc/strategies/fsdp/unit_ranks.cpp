@@ -18,7 +18,7 @@ UnitRanks sharing_of(const FsdpOptions& options) {
   Communicator& all = *options.communicator;
   const int64_t among = options.shard_among;
   if (among == 0 || among == all.world()) return {options.communicator, nullptr, nullptr};
-  UnitRanks ranks{neighbours_of(all, among), counterparts_of(all, among), nullptr};
+  UnitRanks ranks{split_contiguous(all, among), split_strided(all, among), nullptr};
   TORCH_CHECK_NOT_IMPLEMENTED(
       ranks.sharers,
       error_text("fully_shard", "got a communicator that cannot make one of some of its ranks",
@@ -52,7 +52,7 @@ UnitRanks ranks_of_unit(FsdpOptions& options, c10::Device device) {
   if (among <= 1 || among == where.world) return ranks;
   ranks.reshards_with = options.reshards_with;
   if (ranks.reshards_with || !ParamGroup::gathers_over(*ranks.sharers, device)) return ranks;
-  ranks.reshards_with = neighbours_of(*ranks.sharers, among);
+  ranks.reshards_with = split_contiguous(*ranks.sharers, among);
   TORCH_CHECK_NOT_IMPLEMENTED(
       ranks.reshards_with,
       error_text("fully_shard", "got a communicator that cannot make one of some of its ranks",

@@ -1,7 +1,7 @@
 #include <trireme/strategies/fsdp/unit_reducers.h>
 
 #include <trireme/common/exception_text.h>
-#include <trireme/grad/collective_wire.h>
+#include <trireme/grad/collective_transport.h>
 
 #include <algorithm>
 #include <exception>
@@ -30,7 +30,7 @@ void UnitReducers::make_reducer(const Request& request, Part& part) {
   parameters.sparse_gradient.assign(parameters.names.size(), false);
   GradReducerOptions options;
   options.area = "fully_shard";
-  OwnerLanding::Owners owners;
+  OwnerDelivery::Owners owners;
   std::vector<ParameterInfo> stored;
   for (const size_t one : part.groups) {
     const ParamGroup& group = *request.groups[one];
@@ -51,13 +51,13 @@ void UnitReducers::make_reducer(const Request& request, Part& part) {
   owners.own = {std::make_shared<const ShardPlan>(plan_of(stored, sharers->world())),
                 sharers->rank()};
   owners.has_replicas = ranks.replicates_with != nullptr;
-  part.arming = std::make_shared<Arming>(/*at_parameters=*/true);
-  part.landing = std::make_shared<OwnerLanding>(part.arming, std::move(owners));
+  part.trigger = std::make_shared<BackwardTrigger>(/*at_parameters=*/true);
+  part.delivery = std::make_shared<OwnerDelivery>(part.trigger, std::move(owners));
   GradReducerParts parts;
   parts.communicator = ranks.communicator;
-  parts.arming = part.arming;
-  parts.landing = part.landing;
-  parts.wire = std::make_unique<CollectiveWire>(
+  parts.trigger = part.trigger;
+  parts.delivery = part.delivery;
+  parts.transport = std::make_unique<CollectiveTransport>(
       ranks.communicator, ranks.scatters_with ? ranks.scatters_with : sharers,
       ranks.replicates_with ? make_replica_sum(ranks.replicates_with) : nullptr);
   part.reducer = GradReducer::make(parameters, std::move(parts), options);
@@ -74,23 +74,23 @@ UnitReducers::UnitReducers(const Request& request)
     for (size_t k = 0; k < request.groups[i]->params().size(); ++k)
       part.parameters.push_back(parameter++);
   }
-  std::vector<std::shared_ptr<Arming>> armings;
+  std::vector<std::shared_ptr<BackwardTrigger>> armings;
   for (const std::shared_ptr<Part>& part : parts) {
     if (part->groups.empty()) continue;  // units without parameters of their own
     part->all = groups_;
     make_reducer(request, *part);
-    part->arming->ask_to_synchronize([groups = groups_] { return any_synchronizes(*groups); });
-    part->arming->set_armed_callback([held = std::weak_ptr<Part>(part)] {
+    part->trigger->ask_to_synchronize([groups = groups_] { return any_synchronizes(*groups); });
+    part->trigger->set_armed_callback([held = std::weak_ptr<Part>(part)] {
       const auto alive = held.lock();
       if (!alive) return;
       if (alive->armed) alive->armed();
       alive->read_flags();
       alive->read_unused();
     });
-    armings.push_back(part->arming);
+    armings.push_back(part->trigger);
     parts_.push_back(part);
   }
-  if (armings.size() > 1) Arming::arm_together(armings);
+  if (armings.size() > 1) BackwardTrigger::arm_together(armings);
 }
 
 bool UnitReducers::any_synchronizes(const Groups& groups) {
@@ -110,9 +110,9 @@ void UnitReducers::Part::read_flags() {
     deferred.insert(deferred.end(), count, !flags.all_reduces);
     factors.insert(factors.end(), count, flags.divide_factor);
   }
-  landing->hold(held);
-  landing->defer_all_reduce(deferred);
-  landing->set_divide_factors(std::move(factors));
+  delivery->hold(held);
+  delivery->defer_all_reduce(deferred);
+  delivery->set_divide_factors(std::move(factors));
   read_hooks();
 }
 
@@ -126,7 +126,7 @@ void UnitReducers::Part::read_hooks() {
     hooks.push_back(hook ? telling(hook) : nullptr);
     counts.push_back(group(i).params().size());
   }
-  if (has_any || has_hooks) set_all_reduce_hooks(*landing, std::move(hooks), counts);
+  if (has_any || has_hooks) set_all_reduce_hooks(*delivery, std::move(hooks), counts);
   has_hooks = has_any;
 }
 
@@ -153,16 +153,16 @@ void UnitReducers::Part::read_unused() const {
 }
 
 void UnitReducers::before_forward() {
-  for (const auto& part : parts_) part->arming->before_forward();
+  for (const auto& part : parts_) part->trigger->before_forward();
 }
 
 void UnitReducers::after_forward(const std::vector<at::Tensor>& outputs, bool all_found) {
   for (const auto& part : parts_)
-    part->arming->after_forward(outputs, /*synchronize=*/true, all_found);
+    part->trigger->after_forward(outputs, /*synchronize=*/true, all_found);
 }
 
 void UnitReducers::set_synchronize(bool synchronize) {
-  for (const auto& part : parts_) part->arming->set_synchronize(synchronize);
+  for (const auto& part : parts_) part->trigger->set_synchronize(synchronize);
 }
 
 void UnitReducers::shadow_backward() {
@@ -190,7 +190,7 @@ bool UnitReducers::lack_gradients() const {
 }
 
 void UnitReducers::drop_accumulated() {
-  for (const auto& part : parts_) part->landing->drop_accumulated();
+  for (const auto& part : parts_) part->delivery->drop_accumulated();
 }
 
 void UnitReducers::set_divisor(double divisor) {

@@ -4,7 +4,7 @@
 #include <trireme/grad/grad_reducer.h>
 #include <trireme/param/param_group.h>
 #include <trireme/strategies/fsdp/all_reduce_hooks.h>
-#include <trireme/strategies/fsdp/owner_landing.h>
+#include <trireme/strategies/fsdp/owner_delivery.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -80,7 +80,7 @@ class TRIREME_API UnitReducers {
   // The callback is called with what an all-reduce hook has thrown, before that leaves backward.
   void tell_hook_errors(std::function<void(const std::string& what)> callback);
   // See GradReducer::compare_numbers().
-  void compare_numbers(const NumberComparison& comparison) {
+  void compare_numbers(const GatherHashCheck& comparison) {
     for (const auto& part : parts_) part->reducer->compare_numbers(comparison);
   }
   // Returns the report of all reducers together: bytes, buckets and times of communication are
@@ -100,8 +100,8 @@ class TRIREME_API UnitReducers {
     std::function<std::vector<bool>()> ask_for_unused;
     std::function<void(const std::string&)> tell_hook_error;
     bool has_hooks = false;
-    std::shared_ptr<Arming> arming;
-    std::shared_ptr<OwnerLanding> landing;
+    std::shared_ptr<BackwardTrigger> trigger;
+    std::shared_ptr<OwnerDelivery> delivery;
     std::shared_ptr<GradReducer> reducer;
 
     const ParamGroup& group(size_t place) const { return *(*all)[groups[place]]; }

@@ -22,7 +22,7 @@ class Waiting {
   BlockLine& line_;
 };
 
-uint64_t word_of(const ClockBoard& board) { return static_cast<uint64_t>(*board.worker()) + 1; }
+uint64_t word_of(const ProgressTable& board) { return static_cast<uint64_t>(*board.worker()) + 1; }
 
 }  // namespace
 
@@ -45,7 +45,7 @@ void BlockLock::let_go(BlockLine& line, uint64_t done) const {
   if (line.waiters.load(std::memory_order_seq_cst) > 0) board_->ring_all();
 }
 
-void BlockLock::wait_for_holder(BlockLine& line, const Errand& errand,
+void BlockLock::wait_for_holder(BlockLine& line, const WaitContext& context,
                                 const std::function<std::string()>& name) const {
   const Waiting waiting(line);
   const uint64_t released = line.released.load(std::memory_order_seq_cst);
@@ -53,7 +53,7 @@ void BlockLock::wait_for_holder(BlockLine& line, const Errand& errand,
   if (holder == 0) return;
   const int64_t worker = worker_in(holder);
   board_->wait(line.released, released + 1,
-               {[&] { return errand.text() + ", at " + name(); }, "lock", worker});
+               {[&] { return context.text() + ", at " + name(); }, "lock", worker});
 }
 
 bool BlockLock::is_held_by(const BlockLine& line, int64_t worker) {

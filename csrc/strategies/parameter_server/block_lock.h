@@ -1,7 +1,7 @@
 #pragma once
 
 #include <trireme/common/export.h>
-#include <trireme/strategies/parameter_server/clock_board.h>
+#include <trireme/strategies/parameter_server/progress_table.h>
 #include <trireme/strategies/parameter_server/table_memory.h>
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace trireme::ps {
 // so that a worker that waits for a dead holder can name it, and under kContinue take its place.
 class TRIREME_API BlockLock {
  public:
-  explicit BlockLock(std::shared_ptr<ClockBoard> board) : board_(std::move(board)) {}
+  explicit BlockLock(std::shared_ptr<ProgressTable> board) : board_(std::move(board)) {}
 
   // Takes a line that nobody holds, or whose holder has died under kContinue; returns whether it
   // did. `before`: the holder's word that was there; 0 if nobody held the line.
@@ -24,7 +24,7 @@ class TRIREME_API BlockLock {
   // anything else, says what the holder has done; under bsp it is how many clocks are in the block.
   void let_go(BlockLine& line, uint64_t done) const;
   // Waits until the holder has released the line or is gone. `name` names the block in messages.
-  void wait_for_holder(BlockLine& line, const Errand& errand,
+  void wait_for_holder(BlockLine& line, const WaitContext& context,
                        const std::function<std::string()>& name) const;
   // Returns whether that worker holds the line and has not said that it is done.
   static bool is_held_by(const BlockLine& line, int64_t worker);
@@ -34,7 +34,7 @@ class TRIREME_API BlockLock {
   static uint64_t done_in(uint64_t holder);
 
  private:
-  std::shared_ptr<ClockBoard> board_;
+  std::shared_ptr<ProgressTable> board_;
 };
 
 }  // namespace trireme::ps

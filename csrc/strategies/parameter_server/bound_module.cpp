@@ -70,7 +70,7 @@ void BoundModule::refresh() {
 
 // --- writing -------------------------------------------------------------------------------------
 
-Errand BoundModule::errand() const {
+WaitContext BoundModule::context() const {
   return {[this] {
             return c10::str("writing of table '", parts_.table, "' at clock ",
                             parts_.board->clock());
@@ -88,7 +88,7 @@ void BoundModule::come_to(Phase phase) {
 std::vector<int64_t> BoundModule::wait_for_all(Phase phase) {
   std::vector<int64_t> come;
   for (int64_t worker = 0; worker < parts_.board->workers(); ++worker) {
-    Errand for_worker = errand();
+    WaitContext for_worker = context();
     for_worker.worker = worker;
     if (parts_.board->wait(parts_.memory.marks(worker).writing, 3 * sections_ + phase, for_worker))
       come.push_back(worker);
@@ -101,7 +101,7 @@ void BoundModule::meet_writers() {
     TORCH_CHECK_VALUE(
         !parts_.board->line(worker).has_joined() || parts_.board->is_gone(worker),
         error_text(kPsArea,
-                   c10::str(errand().text(), ": got ", parts_.board->name_of(worker),
+                   c10::str(context().text(), ": got ", parts_.board->name_of(worker),
                             ", which has no module to write, expected ranks of the group alone"),
                    parts_.board->where(), "Write before workers join."));
   const auto clock_of = [this](int64_t worker) -> std::atomic<uint64_t>& {
@@ -114,7 +114,7 @@ void BoundModule::meet_writers() {
     const uint64_t its_clock = clock_of(worker).load(std::memory_order_relaxed);
     if (its_clock == parts_.board->clock()) continue;
     const std::string got =
-        c10::str(errand().text(), ": got ", parts_.board->name_of(worker), " at clock ", its_clock,
+        c10::str(context().text(), ": got ", parts_.board->name_of(worker), " at clock ", its_clock,
                  ", expected all workers at one clock");
     settle_writing();
     TORCH_CHECK_VALUE(false, error_text(kPsArea, got, parts_.board->where(),
@@ -135,7 +135,7 @@ void BoundModule::check_written() {
     if (parameter.sizes() == place.sizes() && parameter.scalar_type() == place.scalar_type())
       continue;
     const std::string got = c10::str(
-        errand().text(), ": got '", parts_.names[i], "' as ", dtype_name(parameter.scalar_type()),
+        context().text(), ": got '", parts_.names[i], "' as ", dtype_name(parameter.scalar_type()),
         " ", parameter.sizes(), ", expected ", dtype_name(place.scalar_type()), " ", place.sizes());
     abandon_writing(got);
     TORCH_CHECK_VALUE(false,
@@ -158,7 +158,7 @@ void BoundModule::end_writing() {
     if (parts_.memory.marks(worker).abandoned.load(std::memory_order_acquire) != sections_ + 1)
       continue;
     const std::string text =
-        c10::str(errand().text(), ": ", parts_.board->name_of(worker),
+        c10::str(context().text(), ": ", parts_.board->name_of(worker),
                  " has left it by an exception: ", parts_.board->line(worker).word());
     settle_writing();
     C10_THROW_ERROR(DistBackendError, error_text(kPsArea, text, parts_.board->where(),
@@ -168,11 +168,11 @@ void BoundModule::end_writing() {
   if (come.front() == *parts_.board->worker()) {
     for (size_t i = 0; i < places_.size(); ++i) places_[i].copy_(parts_.parameters[i]);
   } else {
-    Errand first = errand();
+    WaitContext first = context();
     first.worker = come.front();
     const auto& writing = parts_.memory.marks(come.front()).writing;
     if (!parts_.board->wait(writing, 3 * sections_ + kSettled, first)) {
-      const std::string text = c10::str(errand().text(), ": ", parts_.board->name_of(come.front()),
+      const std::string text = c10::str(context().text(), ": ", parts_.board->name_of(come.front()),
                                         " has gone while it wrote, expected that it ends");
       settle_writing();
       C10_THROW_ERROR(DistBackendError, error_text(kPsArea, text, parts_.board->where(),

@@ -2,7 +2,7 @@
 
 #include <trireme/common/export.h>
 #include <trireme/memory/host_store.h>
-#include <trireme/strategies/parameter_server/clock_board.h>
+#include <trireme/strategies/parameter_server/progress_table.h>
 #include <trireme/strategies/parameter_server/table_memory.h>
 
 #include <ATen/core/Tensor.h>
@@ -37,7 +37,7 @@ class TRIREME_API BoundModule {
     std::vector<std::string> names;
     std::vector<at::Tensor> parameters;
     std::shared_ptr<HostStore> store;
-    std::shared_ptr<ClockBoard> board;
+    std::shared_ptr<ProgressTable> board;
     const TableMemory& memory;
   };
   // Moves the parameters into the store, which has to hold its values already.
@@ -69,7 +69,7 @@ class TRIREME_API BoundModule {
  private:
   enum Phase : uint64_t { kBegun = 1, kWritten = 2, kSettled = 3 };
 
-  Errand errand() const;
+  WaitContext context() const;
   void check_written();
   void come_to(Phase phase);
   std::vector<int64_t> wait_for_all(Phase phase);

@@ -131,7 +131,7 @@ void DenseSteps::forget_deposit() {
 }
 
 void DenseSteps::step_now(const std::vector<at::Tensor>& gradients, double scale,
-                          const Errand& errand) {
+                          const WaitContext& context) {
   const double lr = learning_rate_now();
   const int64_t first = *board().worker() * count_blocks() / board().workers();
   for (int64_t i = 0; i < count_blocks(); ++i) {
@@ -139,7 +139,7 @@ void DenseSteps::step_now(const std::vector<at::Tensor>& gradients, double scale
     const TableBlock& part = plan().blocks[static_cast<size_t>(block)];
     const at::Tensor& gradient = gradients[static_cast<size_t>(part.tensor)];
     if (!gradient.defined()) continue;
-    take_block(block, errand);
+    take_block(block, context);
     OptimizerSegment segment = segment_of(block);
     segment.grad = static_cast<std::byte*>(gradient.data_ptr()) +
                    part.begin * static_cast<int64_t>(gradient.element_size());

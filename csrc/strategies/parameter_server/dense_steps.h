@@ -33,7 +33,7 @@ class TRIREME_API DenseSteps final : public TableSteps {
   void forget_deposit();
   // ssp and async: steps the values with `gradients` times `scale`, one block after the other. An
   // exception of a wait leaves the blocks before it stepped.
-  void step_now(const std::vector<at::Tensor>& gradients, double scale, const Errand& errand);
+  void step_now(const std::vector<at::Tensor>& gradients, double scale, const WaitContext& context);
 
  private:
   void step_block(int64_t block, const ClockStep& step) override;

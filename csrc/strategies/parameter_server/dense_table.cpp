@@ -6,8 +6,8 @@
 #include <trireme/common/trace.h>
 #include <trireme/kernels/span.h>
 #include <trireme/strategies/parameter_server/dense_checkpoint.h>
-#include <trireme/strategies/parameter_server/hosts/remote_shares.h>
-#include <trireme/strategies/parameter_server/worker_desk.h>
+#include <trireme/strategies/parameter_server/hosts/shard_client.h>
+#include <trireme/strategies/parameter_server/worker_session.h>
 
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
@@ -29,7 +29,7 @@ bool lies_as_in_table(const at::Tensor& tensor, const at::Tensor& value) {
 }  // namespace
 
 DenseTable::DenseTable(DenseTable::Parts parts)
-    : Table(parts.spec ? parts.spec : parts.steps.spec, parts.steps.board, std::move(parts.desk),
+    : Table(parts.spec ? parts.spec : parts.steps.spec, parts.steps.board, std::move(parts.session),
             std::move(parts.spread)),
       store_(parts.store),
       infos_(infos_of(spec())),
@@ -45,12 +45,12 @@ int64_t DenseTable::memory_bytes() const {
 }
 
 bool DenseTable::is_bound() const {
-  const auto turn = desk().turn();
+  const auto turn = session().turn();
   return bound_.has_value();
 }
 
 bool DenseTable::is_readable() const {
-  const auto turn = desk().turn();
+  const auto turn = session().turn();
   return !bound_ || bound_->is_readable();
 }
 
@@ -83,18 +83,18 @@ void DenseTable::copy_values(const std::vector<at::Tensor>& to, const RemoteAnsw
   wait_for(answers);  // lets other threads in, so nothing is written before
   read_one_clock([&] { copy_once(to); });
   for (const RemoteAnswer& answer : answers) {
-    const std::vector<at::Tensor> found = remote()->wait(*answer, errand_of_answer());
+    const std::vector<at::Tensor> found = remote()->wait(*answer, context_of_answer());
     const std::vector<TableShare> shares = layout().shares_of(answer->host);
     for (size_t i = 0; i < shares.size(); ++i)
       rows_of(to[static_cast<size_t>(shares[i].tensor)], shares[i]).copy_(found.at(i));
   }
   int64_t bytes = 0;
   for (const at::Tensor& tensor : to) bytes += static_cast<int64_t>(tensor.nbytes());
-  desk().counts().bytes_pulled += bytes;
+  session().counts().bytes_pulled += bytes;
 }
 
 void DenseTable::wait_for(const RemoteAnswers& answers) {
-  for (const RemoteAnswer& answer : answers) remote()->wait(*answer, errand_of_answer());
+  for (const RemoteAnswer& answer : answers) remote()->wait(*answer, context_of_answer());
 }
 
 // Asks the other hosts, and waits until all hosts have reached the clock at which they were asked.
@@ -116,8 +116,8 @@ RemoteAnswers DenseTable::ask_others() {
 }
 
 void DenseTable::fill_parameters(const RemoteAnswers& answers) {
-  ++desk().counts().pulls;
-  desk().settle_pushes();
+  ++session().counts().pulls;
+  session().settle_pushes();
   if (bound_) return bound_->begin_reading();
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> parameters;
@@ -128,15 +128,15 @@ void DenseTable::fill_parameters(const RemoteAnswers& answers) {
 
 void DenseTable::pull() {
   TRIREME_TRACE("ps.pull");
-  const auto turn = desk().enter("pull");
+  const auto turn = session().enter("pull");
   require_module("pull");
   if (bound_) bound_->check_unchanged("pull");
   fill_parameters(answers_of_one_clock());
 }
 
 NamedTensors DenseTable::read(bool view, const RemoteAnswers& answers) {
-  ++desk().counts().pulls;
-  desk().settle_pushes();
+  ++session().counts().pulls;
+  session().settle_pushes();
   std::vector<at::Tensor> tensors;
   for (size_t i = 0; i < infos_.size(); ++i)
     tensors.push_back(view ? store_->whole(static_cast<int64_t>(i))
@@ -163,7 +163,7 @@ void DenseTable::check_view(bool view) const {
 NamedTensors DenseTable::pull_tensors(bool view) {
   TRIREME_TRACE("ps.pull");
   const auto read_now = [&] {
-    const auto turn = desk().enter("pull");
+    const auto turn = session().enter("pull");
     check_view(view);
     return read(view, answers_of_one_clock()).values();
   };
@@ -235,39 +235,40 @@ DenseTable::Gradients DenseTable::gradients_of(int64_t host, const Gradients& gr
   return found;
 }
 
-void DenseTable::push_to_others(const Gradients& gradients, double scale, const Errand& errand) {
+void DenseTable::push_to_others(const Gradients& gradients, double scale,
+                                const WaitContext& context) {
   if (remote() == nullptr) return;
   ShareRequest request;
   request.verb = ShareRequest::Verb::kPush;
   request.table = spread().index;
   request.number = scale;
   for (const int64_t host : remote()->others())
-    remote()->tell(host, request, gradients_of(host, gradients), errand);
+    remote()->tell(host, request, gradients_of(host, gradients), context);
 }
 
-void DenseTable::push_here(const Gradients& own, double scale, const Errand& errand) {
-  is_bsp() ? steps_.deposit(own, scale) : steps_.step_now(own, scale, errand);
+void DenseTable::push_here(const Gradients& own, double scale, const WaitContext& context) {
+  is_bsp() ? steps_.deposit(own, scale) : steps_.step_now(own, scale, context);
 }
 
 // Pushes to all hosts; the place of the push is free. No other thread of this worker comes in
 // between, so that the push is of one clock on all hosts.
 void DenseTable::push_now(const Gradients& gradients, double scale) {
-  const Errand errand = this->errand("push");
+  const WaitContext context = this->context("push");
   if (remote() == nullptr) {
-    push_here(gradients, scale, errand);
+    push_here(gradients, scale, context);
   } else {
-    push_here(gradients_of(layout().own_host, gradients), scale, errand);
-    push_to_others(gradients, scale, errand);
+    push_here(gradients_of(layout().own_host, gradients), scale, context);
+    push_to_others(gradients, scale, context);
   }
   int64_t bytes = 0;
   for (const at::Tensor& gradient : gradients)
     if (gradient.defined()) bytes += static_cast<int64_t>(gradient.nbytes());
-  desk().counts().bytes_pushed += bytes;
+  session().counts().bytes_pushed += bytes;
 }
 
 void DenseTable::push(double scale) {
   TRIREME_TRACE("ps.push");
-  const auto turn = desk().enter("push");
+  const auto turn = session().enter("push");
   require_module("push");
   if (bound_) bound_->check_unchanged("push");
   finish_pushes();
@@ -280,7 +281,7 @@ void DenseTable::push(double scale) {
 
 void DenseTable::push_tensors(const NamedTensors& gradients, double scale) {
   TRIREME_TRACE("ps.push");
-  const auto turn = desk().enter("push");
+  const auto turn = session().enter("push");
   if (bound_) bound_->check_unchanged("push");
   const Gradients found = gradients_by_name(gradients);
   finish_pushes();
@@ -302,7 +303,7 @@ Pending DenseTable::push_or_keep(Gradients gradients, double scale) {
 }
 
 Pending DenseTable::pull_async() {
-  const auto turn = desk().enter("pull");
+  const auto turn = session().enter("pull");
   require_module("pull");
   if (bound_) bound_->check_unchanged("pull");
   const RemoteAnswers answers = ask_others();
@@ -316,7 +317,7 @@ Pending DenseTable::pull_async() {
 
 Pending DenseTable::pull_tensors_async(bool view) {
   if (!view && is_checkpoint_under_way()) return pulled(pull_tensors().values());
-  const auto turn = desk().enter("pull");
+  const auto turn = session().enter("pull");
   check_view(view);
   const RemoteAnswers answers = ask_others();
   return pull_later([this, view, answers] { return read(view, answers).values(); },
@@ -324,7 +325,7 @@ Pending DenseTable::pull_tensors_async(bool view) {
 }
 
 Pending DenseTable::push_async(double scale) {
-  const auto turn = desk().enter("push");
+  const auto turn = session().enter("push");
   require_module("push");
   if (bound_) bound_->check_unchanged("push");
   Gradients gradients = take_own_gradients();
@@ -333,7 +334,7 @@ Pending DenseTable::push_async(double scale) {
 }
 
 Pending DenseTable::push_tensors_async(const NamedTensors& gradients, double scale) {
-  const auto turn = desk().enter("push");
+  const auto turn = session().enter("push");
   if (bound_) bound_->check_unchanged("push");
   return push_or_keep(gradients_by_name(gradients), scale);
 }
@@ -355,7 +356,7 @@ DenseTable::Writing::~Writing() noexcept(false) {
 
 void DenseTable::begin_writing() {
   const at::NoGradGuard no_grad;
-  const auto turn = desk().enter("writing");
+  const auto turn = session().enter("writing");
   TORCH_CHECK_VALUE(bound_,
                     error_text(kPsArea,
                                c10::str("writing: got table '", spec().name,
@@ -364,18 +365,18 @@ void DenseTable::begin_writing() {
                                "Write them before the server is made, or push what changes them."));
   bound_->check_unchanged("writing");
   bound_->meet_writers();
-  steps_.bring_to(board().clock(), errand("writing"));
+  steps_.bring_to(board().clock(), context("writing"));
   bound_->begin_writing();
   bound_->begin_reading();
 }
 
 void DenseTable::end_writing() {
-  const auto turn = desk().enter("writing");
+  const auto turn = session().enter("writing");
   bound_->end_writing();
 }
 
 void DenseTable::abandon_writing(const std::string& reason) noexcept {
-  if (desk().is_forked()) return;
+  if (session().is_forked()) return;
   const WorkerLock::Kept turn(board().worker_lock());
   if (bound_) bound_->abandon_writing(reason);
 }
@@ -443,11 +444,11 @@ void DenseTable::release_module() {
   if (bound_->is_readable()) return;
   // One more clock may close and be applied while the parameters are copied; a further one cannot,
   // because this worker has not clocked it.
-  steps_.bring_to(board().closed(), errand("close"));
+  steps_.bring_to(board().closed(), context("close"));
   const uint64_t before = steps_.applied();
   bound_->unbind();
   if (board().closed() == before) return;
-  steps_.bring_to(board().closed(), errand("close"));
+  steps_.bring_to(board().closed(), context("close"));
   bound_->refresh();
 }
 

@@ -32,7 +32,7 @@ class TRIREME_API DenseTable final : public Table {
     TableSteps::Parts steps;
     TablePlan plan;
     std::shared_ptr<HostStore> store;  // the values
-    std::shared_ptr<WorkerDesk> desk;
+    std::shared_ptr<WorkerSession> session;
     bool binds_module = false;  // the module's parameters lie in the store
     Spread spread = {};
     // The table as its user sees it; the spec of the steps is the share of this host.
@@ -132,9 +132,9 @@ class TRIREME_API DenseTable final : public Table {
   RemoteAnswers answers_of_one_clock();
   void wait_for(const RemoteAnswers& answers);
   DenseCheckpoint checkpoint() const { return {steps_, spec(), layout()}; }
-  void push_here(const Gradients& own, double scale, const Errand& errand);
+  void push_here(const Gradients& own, double scale, const WaitContext& context);
   Gradients gradients_of(int64_t host, const Gradients& gradients) const;
-  void push_to_others(const Gradients& gradients, double scale, const Errand& errand);
+  void push_to_others(const Gradients& gradients, double scale, const WaitContext& context);
   Gradients take_own_gradients();
   Gradients gradients_by_name(const NamedTensors& gradients) const;
   at::Tensor checked_gradient(size_t index, const at::Tensor& gradient) const;

@@ -4,9 +4,9 @@
 #include <trireme/common/exception_text.h>
 #include <trireme/common/interruption.h>
 #include <trireme/common/trace.h>
-#include <trireme/strategies/parameter_server/server_ground.h>
+#include <trireme/strategies/parameter_server/server_setup.h>
 #include <trireme/strategies/parameter_server/table_checkpoint.h>
-#include <trireme/strategies/parameter_server/worker_desk.h>
+#include <trireme/strategies/parameter_server/worker_session.h>
 
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
@@ -30,11 +30,11 @@ ParameterServer::ParameterServer(Context& ctx, std::vector<TableSpec> tables,
 
 ParameterServer::ParameterServer(std::shared_ptr<Communicator> communicator,
                                  std::vector<TableSpec> tables, const Options& options)
-    : ground_(std::make_unique<ServerGround>(std::move(communicator), std::move(tables), options)),
-      here_(ground_->here()) {}
+    : setup_(std::make_unique<ServerSetup>(std::move(communicator), std::move(tables), options)),
+      here_(setup_->here()) {}
 
-ParameterServer::ParameterServer(std::unique_ptr<ServerGround> ground)
-    : ground_(std::move(ground)), here_(ground_->here()) {}
+ParameterServer::ParameterServer(std::unique_ptr<ServerSetup> setup)
+    : setup_(std::move(setup)), here_(setup_->here()) {}
 
 ParameterServer::~ParameterServer() {
   do {
@@ -42,7 +42,7 @@ ParameterServer::~ParameterServer() {
       close(std::uncaught_exceptions() > 0 ? "an exception, which its output shows" : "");
     } catch (const Interruption&) {  // a destructor cannot throw it
     }
-  } while (!here_.desk->is_closed() && !here_.desk->is_forked());
+  } while (!here_.session->is_closed() && !here_.session->is_forked());
 }
 
 std::optional<int64_t> ParameterServer::worker() const { return here_.board->worker(); }
@@ -51,18 +51,18 @@ int64_t ParameterServer::workers() const { return here_.board->workers(); }
 
 int64_t ParameterServer::clock() {
   TRIREME_TRACE("ps.clock");
-  const auto turn = here_.desk->enter("clock");
+  const auto turn = here_.session->enter("clock");
   here_.clock();
-  if (ground_->remote() != nullptr) {
+  if (setup_->remote() != nullptr) {
     ShareRequest request;
     request.verb = ShareRequest::Verb::kClock;
-    ground_->remote()->tell_all(request, {[] { return std::string("clock"); }, "push"});
+    setup_->remote()->tell_all(request, {[] { return std::string("clock"); }, "push"});
   }
   return static_cast<int64_t>(here_.board->clock());
 }
 
 std::vector<int64_t> ParameterServer::clocks() const {
-  here_.desk->check_open("clocks");
+  here_.session->check_open("clocks");
   std::vector<int64_t> clocks;
   for (int64_t worker = 0; worker < here_.board->workers(); ++worker)
     clocks.push_back(static_cast<int64_t>(here_.board->clock_of(worker)));
@@ -70,7 +70,7 @@ std::vector<int64_t> ParameterServer::clocks() const {
 }
 
 Stats ParameterServer::stats() const {
-  here_.desk->check_open("stats");
+  here_.session->check_open("stats");
   Stats stats;
   stats.clocks = clocks();
   for (int64_t worker = 0; worker < here_.board->workers(); ++worker) {
@@ -83,7 +83,7 @@ Stats ParameterServer::stats() const {
       stats.slowest = worker;
   }
   stats.waited = here_.board->wait_times().seconds();
-  const WorkerCounts& counts = std::as_const(*here_.desk).counts();
+  const WorkerCounts& counts = std::as_const(*here_.session).counts();
   stats.pulls = counts.pulls;
   stats.pushes = counts.pushes;
   stats.dropped = counts.dropped;
@@ -99,23 +99,23 @@ Stats ParameterServer::stats() const {
 
 void ParameterServer::serve() {
   TRIREME_TRACE("ps.serve");
-  here_.desk->check_open("serve");
+  here_.session->check_open("serve");
   TORCH_CHECK(!here_.board->worker(),
               error_text(kPsArea, "serve: got a rank that works, expected one that serves",
                          here_.board->where(), "Name it in Options::servers."));
-  Errand errand{[] { return std::string("serve"); }, "serve"};
-  errand.has_deadline = false;  // workers train for as long as they like
-  if (ground_->shares() != nullptr) ground_->shares()->start();
+  WaitContext context{[] { return std::string("serve"); }, "serve"};
+  context.has_deadline = false;  // workers train for as long as they like
+  if (setup_->shares() != nullptr) setup_->shares()->start();
   const auto stop = c10::make_scope_exit([this] {
-    if (ground_->shares() != nullptr) ground_->shares()->stop();
+    if (setup_->shares() != nullptr) setup_->shares()->stop();
   });
   try {
     for (int64_t worker = 0; worker < here_.board->workers(); ++worker) {
-      errand.worker = worker;
-      here_.board->wait_clock(worker, WorkerLine::kGone, errand);
+      context.worker = worker;
+      here_.board->wait_clock(worker, WorkerLine::kGone, context);
     }
     const std::unique_lock turn(here_.board->worker_lock());
-    here_.board->check_peers(errand);
+    here_.board->check_peers(context);
   } catch (const std::exception& error) {
     const WorkerLock::Kept turn(here_.board->worker_lock());
     // close() tells workers of other hosts this error; a close() by another thread is no error.
@@ -127,29 +127,29 @@ void ParameterServer::serve() {
 // --- late workers --------------------------------------------------------------------------------
 
 void ParameterServer::accept(const c10::intrusive_ptr<c10d::Store>& store) {
-  here_.desk->check_open("accept");
-  TORCH_CHECK_VALUE(ground_->ranks().count() <= 1,
+  here_.session->check_open("accept");
+  TORCH_CHECK_VALUE(setup_->ranks().count() <= 1,
                     error_text(kPsArea,
-                               c10::str("accept: got a server over ", ground_->ranks().count(),
+                               c10::str("accept: got a server over ", setup_->ranks().count(),
                                         " hosts, expected one host"),
                                here_.board->where(), "Start with all workers."));
-  const std::vector<std::string> addresses = ground_->memory().addresses();
+  const std::vector<std::string> addresses = setup_->memory().addresses();
   TORCH_CHECK(
       !addresses.empty(),
       error_text(kPsArea, "accept: got a host whose processes may not open each other's memory",
                  here_.board->where(), "Allow it (ptrace), or start with all workers."));
-  put_text(store, kInvitation, to_text({ground_->memory().plan(), addresses}));
+  put_text(store, kInvitation, to_text({setup_->memory().plan(), addresses}));
 }
 
 std::unique_ptr<ParameterServer> ParameterServer::join(
     const c10::intrusive_ptr<c10d::Store>& store) {
-  auto ground = std::make_unique<ServerGround>(invitation_of(get_text(store, kInvitation)));
-  return std::unique_ptr<ParameterServer>(new ParameterServer(std::move(ground)));
+  auto setup = std::make_unique<ServerSetup>(invitation_of(get_text(store, kInvitation)));
+  return std::unique_ptr<ParameterServer>(new ParameterServer(std::move(setup)));
 }
 
 void ParameterServer::refuse_without_group(std::string_view verb) const {
   TORCH_CHECK(
-      ground_->communicator() != nullptr,
+      setup_->communicator() != nullptr,
       error_text(kPsArea,
                  c10::str(verb, ": got a worker that has joined, expected a rank of the group"),
                  here_.board->where(), "Call it before workers join, on all ranks."));
@@ -159,35 +159,35 @@ void ParameterServer::refuse_without_group(std::string_view verb) const {
 
 void ParameterServer::save(const std::string& path) {
   TRIREME_TRACE("ps.save");
-  const auto turn = here_.desk->enter("save");
-  Errand errand{[this] { return c10::str("save at clock ", here_.board->clock()); }, "save"};
-  errand.has_deadline = false;  // saving may take any time
+  const auto turn = here_.session->enter("save");
+  WaitContext context{[this] { return c10::str("save at clock ", here_.board->clock()); }, "save"};
+  context.has_deadline = false;  // saving may take any time
   RemoteAnswers answers;
-  if (ground_->remote() != nullptr) {
+  if (setup_->remote() != nullptr) {
     // Kept pushes reach other hosts before the request to save.
     for (const auto& table : here_.tables) table->prepare_meeting();
     ShareRequest request;
     request.verb = ShareRequest::Verb::kSave;
-    for (const int64_t host : ground_->remote()->others())
-      answers.push_back(ground_->remote()->ask(host, request, {}, errand));
+    for (const int64_t host : setup_->remote()->others())
+      answers.push_back(setup_->remote()->ask(host, request, {}, context));
   }
   save_together(here_, [&] {
     check_buffers_known();
-    save_tables(path, here_.tables, shares_by_host(answers, errand));
+    save_tables(path, here_.tables, shares_by_host(answers, context));
   });
-  for (const RemoteAnswer& answer : answers) ground_->remote()->wait(*answer, errand);
+  for (const RemoteAnswer& answer : answers) setup_->remote()->wait(*answer, context);
 }
 
 // Returns the shares of all hosts, by table; waits for the answers of other hosts.
 std::vector<SharesByHost> ParameterServer::shares_by_host(const RemoteAnswers& answers,
-                                                          const Errand& errand) {
+                                                          const WaitContext& context) {
   std::vector<SharesByHost> shares;
   for (const auto& table : here_.tables) {
-    shares.emplace_back(static_cast<size_t>(ground_->ranks().count()));
-    shares.back()[static_cast<size_t>(ground_->ranks().own)] = table->share_tensors();
+    shares.emplace_back(static_cast<size_t>(setup_->ranks().count()));
+    shares.back()[static_cast<size_t>(setup_->ranks().own)] = table->share_tensors();
   }
   for (const RemoteAnswer& answer : answers) {
-    const std::vector<at::Tensor> all = ground_->remote()->wait(*answer, errand);
+    const std::vector<at::Tensor> all = setup_->remote()->wait(*answer, context);
     auto next = all.begin();
     for (size_t i = 0; i < shares.size(); ++i) {
       const auto count =
@@ -203,7 +203,7 @@ std::vector<SharesByHost> ParameterServer::shares_by_host(const RemoteAnswers& a
 }
 
 void ParameterServer::check_may_load() const {
-  const ClockBoard& board = *here_.board;
+  const ProgressTable& board = *here_.board;
   for (int64_t worker = 0; worker < workers(); ++worker) {
     TORCH_CHECK_VALUE(!board.line(worker).has_joined() || board.is_gone(worker),
                       error_text(kPsArea,
@@ -212,16 +212,16 @@ void ParameterServer::check_may_load() const {
                                  board.where(), "Load before workers join."));
   }
   TORCH_CHECK_VALUE(
-      ground_->ranks().count() == 1 || (board.clock() == 0 && here_.desk->counts().pushes == 0),
+      setup_->ranks().count() == 1 || (board.clock() == 0 && here_.session->counts().pushes == 0),
       error_text(kPsArea,
                  c10::str("load: got a worker at clock ", board.clock(), " after ",
-                          here_.desk->counts().pushes.load(),
+                          here_.session->counts().pushes.load(),
                           " pushes, expected a server that nobody has used yet"),
                  board.where(), "On several hosts load before the first push."));
 }
 
 void ParameterServer::check_clocks() const {
-  const ClockBoard& board = *here_.board;
+  const ProgressTable& board = *here_.board;
   for (int64_t worker = 0; worker < workers(); ++worker)
     TORCH_CHECK_VALUE(board.clock_of(worker) == board.clock_of(0),
                       error_text(kPsArea,
@@ -233,11 +233,11 @@ void ParameterServer::check_clocks() const {
 
 void ParameterServer::load(const std::string& path) {
   TRIREME_TRACE("ps.load");
-  const auto turn = here_.desk->enter_open("load");
+  const auto turn = here_.session->enter_open("load");
   refuse_without_group("load");
   const bool works = here_.board->worker().has_value();
-  if (works) here_.desk->check_worker("load");
-  const CheckpointRanks ranks{ground_->communicator(), ground_->communicator()->device()};
+  if (works) here_.session->check_worker("load");
+  const CheckpointRanks ranks{setup_->communicator(), setup_->communicator()->device()};
   together(ranks, [&] {
     check_may_load();
     if (!works) return;
@@ -249,7 +249,7 @@ void ParameterServer::load(const std::string& path) {
     for (const auto& table : here_.tables) table->bring_to_closed();
   });
   const at::NoGradGuard no_grad;
-  const HostTables* tables = ground_->loader();
+  const WorkerTables* tables = setup_->loader();
   together(ranks, [&] {
     if (tables == nullptr) return;
     // Makes one learning rate hold for all workers, into which the checkpoint's is read then.
@@ -293,33 +293,33 @@ std::exception_ptr ParameterServer::release_modules() noexcept {
 }
 
 void ParameterServer::leave() {
-  here_.desk->check_open("leave");
-  if (!here_.board->worker() || here_.desk->has_left()) return;
+  here_.session->check_open("leave");
+  if (!here_.board->worker() || here_.session->has_left()) return;
   here_.board->worker_lock().end_for_others();
   here_.board->ring_all();
   const std::unique_lock turn(here_.board->worker_lock());
-  if (here_.desk->has_left()) return;
+  if (here_.session->has_left()) return;
   const std::exception_ptr raised = release_modules();
-  here_.desk->note_left();
+  here_.session->note_left();
   here_.board->leave(LineState::kLeft, {});
-  if (ground_->remote() != nullptr) ground_->remote()->leave(LineState::kLeft, {});
+  if (setup_->remote() != nullptr) setup_->remote()->leave(LineState::kLeft, {});
   if (raised) std::rethrow_exception(raised);
 }
 
 void ParameterServer::close(std::string_view error) {
-  if (here_.desk->is_closed() || here_.desk->is_forked()) return;
+  if (here_.session->is_closed() || here_.session->is_forked()) return;
   here_.board->worker_lock().end_for_others();
   here_.board->ring_all();
   const std::unique_lock turn(here_.board->worker_lock());
-  if (here_.desk->is_closed()) return;
-  const bool works = here_.board->worker() && !here_.desk->has_left();
+  if (here_.session->is_closed()) return;
+  const bool works = here_.board->worker() && !here_.session->has_left();
   const std::exception_ptr raised = works ? release_modules() : nullptr;
-  here_.desk->note_closed();
+  here_.session->note_closed();
   if (error.empty()) error = ended_by_;
   const LineState state = error.empty() ? LineState::kLeft : LineState::kFailed;
   here_.board->leave(state, error);
-  if (works && ground_->remote() != nullptr) ground_->remote()->leave(state, error);
-  if (ground_->shares() != nullptr) ground_->shares()->close(error);
+  if (works && setup_->remote() != nullptr) setup_->remote()->leave(state, error);
+  if (setup_->shares() != nullptr) setup_->shares()->close(error);
   if (raised) std::rethrow_exception(raised);
 }
 
@@ -334,7 +334,7 @@ bool ParameterServer::is_sparse(std::string_view name) const {
 }
 
 std::shared_ptr<Table> ParameterServer::find(std::string_view name, std::string_view verb) const {
-  here_.desk->check_open(verb);
+  here_.session->check_open(verb);
   std::string known;
   for (const auto& table : here_.tables) {
     if (table->name() == name) return table;

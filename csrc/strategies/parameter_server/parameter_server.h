@@ -4,10 +4,10 @@
 #include <trireme/comm/launch/launch.h>
 #include <trireme/common/export.h>
 #include <trireme/strategies/parameter_server/dense_table.h>
-#include <trireme/strategies/parameter_server/host_tables.h>
 #include <trireme/strategies/parameter_server/options.h>
 #include <trireme/strategies/parameter_server/sparse_table.h>
 #include <trireme/strategies/parameter_server/table_spec.h>
+#include <trireme/strategies/parameter_server/worker_tables.h>
 
 #include <cstdint>
 #include <exception>
@@ -24,7 +24,7 @@ class Store;
 
 namespace trireme::ps {
 
-class ServerGround;
+class ServerSetup;
 
 // A snapshot of the progress of a server and its workers.
 struct Stats {
@@ -175,19 +175,20 @@ class TRIREME_API ParameterServer {
   std::shared_ptr<SparseTable> shared_sparse(std::string_view name);
 
  private:
-  explicit ParameterServer(std::unique_ptr<ServerGround> ground);
+  explicit ParameterServer(std::unique_ptr<ServerSetup> setup);
 
   void refuse_without_group(std::string_view verb) const;
   void check_buffers_known() const;
-  std::vector<SharesByHost> shares_by_host(const RemoteAnswers& answers, const Errand& errand);
+  std::vector<SharesByHost> shares_by_host(const RemoteAnswers& answers,
+                                           const WaitContext& context);
   void check_may_load() const;
   void check_clocks() const;
   std::shared_ptr<Table> find(std::string_view name, std::string_view verb) const;
   [[noreturn]] void refuse_kind(std::string_view name, const char* got, const char* expected);
   std::exception_ptr release_modules() noexcept;
 
-  std::unique_ptr<ServerGround> ground_;
-  HostTables here_;
+  std::unique_ptr<ServerSetup> setup_;
+  WorkerTables here_;
   std::string ended_by_;  // the error that serve() has thrown
 };
 

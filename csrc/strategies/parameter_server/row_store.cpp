@@ -47,21 +47,21 @@ RowStore::RowStore(Parts parts, RowPlan plan, BlockLine& index_line)
 // --- memory --------------------------------------------------------------------------------------
 
 void RowStore::reserve(int64_t begin, int64_t end, std::string_view what,
-                       const Errand& errand) const {
+                       const WaitContext& context) const {
   std::string why_not;
   if (segment_->grow(begin, end, why_not)) return;
   C10_THROW_ERROR(
       DistBackendError,
       error_text(kPsArea,
-                 c10::str(errand.text(), ": got no memory for ", what, " beside ",
+                 c10::str(context.text(), ": got no memory for ", what, " beside ",
                           header().claimed.load(std::memory_order_relaxed), " rows: ", why_not),
                  board_->where(), "Free memory, or use fewer ids or workers."));
 }
 
-void RowStore::refuse_memory(std::string_view what, const Errand& errand) const {
+void RowStore::refuse_memory(std::string_view what, const WaitContext& context) const {
   C10_THROW_ERROR(DistBackendError,
                   error_text(kPsArea,
-                             c10::str(errand.text(), ": got no addresses for ", what, " beside ",
+                             c10::str(context.text(), ": got no addresses for ", what, " beside ",
                                       header().claimed.load(std::memory_order_relaxed),
                                       " rows, which were planned for the memory of this machine"),
                              board_->where(), "Use fewer ids, or push less in one clock."));
@@ -136,10 +136,10 @@ void RowStore::put(int64_t row, int64_t level) const {
   slots[slot].row.store(static_cast<uint64_t>(row) + 1, std::memory_order_release);
 }
 
-void RowStore::grow_index(const Errand& errand) {
+void RowStore::grow_index(const WaitContext& context) {
   const auto level = static_cast<int64_t>(header().level.load(std::memory_order_relaxed)) + 1;
   const int64_t bytes = RowPlan::slots_of(level) * RowPlan::kSlotBytes;
-  reserve(plan_.level_at(level), plan_.level_at(level) + bytes, "the index", errand);
+  reserve(plan_.level_at(level), plan_.level_at(level) + bytes, "the index", context);
   header().other_bytes.fetch_add(static_cast<uint64_t>(bytes), std::memory_order_relaxed);
   std::memset(static_cast<void*>(slots_of(level)), 0, static_cast<size_t>(bytes));
   const auto rows = static_cast<int64_t>(header().claimed.load(std::memory_order_relaxed));
@@ -148,20 +148,20 @@ void RowStore::grow_index(const Errand& errand) {
   header().level.store(static_cast<uint64_t>(level), std::memory_order_release);
 }
 
-int64_t RowStore::add(int64_t id, const Errand& errand) {
+int64_t RowStore::add(int64_t id, const WaitContext& context) {
   const auto row = static_cast<int64_t>(header().claimed.load(std::memory_order_relaxed));
-  if (row >= plan_.most_rows) refuse_memory("one more row", errand);
+  if (row >= plan_.most_rows) refuse_memory("one more row", context);
   const auto reserved =
       static_cast<int64_t>(header().records_reserved.load(std::memory_order_relaxed));
   if ((row + 1) * plan_.record_bytes > reserved) {
     const int64_t step = std::max({kReservedAtOnce, reserved / 8, plan_.record_bytes});
     const int64_t end = std::min(reserved + step, plan_.most_rows * plan_.record_bytes);
-    reserve(plan_.records_at + reserved, plan_.records_at + end, "rows", errand);
+    reserve(plan_.records_at + reserved, plan_.records_at + end, "rows", context);
     header().records_reserved.store(static_cast<uint64_t>(end), std::memory_order_relaxed);
   }
   auto level = static_cast<int64_t>(header().level.load(std::memory_order_relaxed));
   if (2 * (row + 1) > RowPlan::slots_of(level)) {
-    grow_index(errand);
+    grow_index(context);
     ++level;
   }
   header().claimed.store(static_cast<uint64_t>(row + 1), std::memory_order_relaxed);
@@ -181,11 +181,11 @@ void RowStore::finish_for_the_dead() const {
   if (found == rows - 1) record(found).word.fetch_or(RowRecord::kMade, std::memory_order_release);
 }
 
-void RowStore::make(const int64_t* ids, int64_t count, int64_t* rows, const Errand& errand) {
+void RowStore::make(const int64_t* ids, int64_t count, int64_t* rows, const WaitContext& context) {
   if (std::find(rows, rows + count, kNone) == rows + count) return;
   uint64_t before = 0;
   while (!lock_.try_take(index_line_, before)) {
-    lock_.wait_for_holder(index_line_, errand,
+    lock_.wait_for_holder(index_line_, context,
                           [&] { return "the index of table '" + spec_->name + "'"; });
   }
   const auto let_go = c10::make_scope_exit([this] { lock_.let_go(index_line_, 1); });
@@ -193,7 +193,7 @@ void RowStore::make(const int64_t* ids, int64_t count, int64_t* rows, const Erra
   for (int64_t i = 0; i < count; ++i) {
     if (rows[i] != kNone) continue;
     find(ids + i, 1, rows + i);
-    if (rows[i] == kNone) rows[i] = add(ids[i], errand);
+    if (rows[i] == kNone) rows[i] = add(ids[i], context);
   }
 }
 
@@ -266,7 +266,7 @@ void RowStore::note_torn(int64_t id) const {
   header().torn_ids[torn % RowsHeader::kTornKept].store(id, std::memory_order_relaxed);
 }
 
-void RowStore::take(int64_t row, const Errand& errand) const {
+void RowStore::take(int64_t row, const WaitContext& context) const {
   std::atomic<uint64_t>& word = record(row).word;
   line(*board_->worker()).holding.store(static_cast<uint64_t>(row) + 1, std::memory_order_relaxed);
   uint64_t now = word.load(std::memory_order_relaxed);
@@ -290,7 +290,7 @@ void RowStore::take(int64_t row, const Errand& errand) const {
           [this] { header().waiters.fetch_sub(1, std::memory_order_relaxed); });
       board_->wait(
           word, (version_of(now) + 1) << RowRecord::kVersionShift,
-          {[&] { return errand.text() + ", at " + name_of(row); }, "lock", holder_of(now)});
+          {[&] { return context.text() + ", at " + name_of(row); }, "lock", holder_of(now)});
     }
     now = word.load(std::memory_order_relaxed);
   }
@@ -303,7 +303,7 @@ void RowStore::let_go(int64_t row) const {
   if (header().waiters.load(std::memory_order_seq_cst) > 0) board_->ring_all();
 }
 
-void RowStore::read(int64_t row, std::byte* to, const Errand& errand) const {
+void RowStore::read(int64_t row, std::byte* to, const WaitContext& context) const {
   const Span from = values(row);
   const size_t bytes = static_cast<size_t>(from.numel) * c10::elementSize(from.dtype);
   const std::atomic<uint64_t>& word = record(row).word;
@@ -317,21 +317,22 @@ void RowStore::read(int64_t row, std::byte* to, const Errand& errand) const {
     std::atomic_thread_fence(std::memory_order_acquire);
     if (((word.load(std::memory_order_relaxed) ^ before) & ~RowRecord::kMade) == 0) return;
   }
-  take(row, errand);
+  take(row, context);
   std::memcpy(to, from.data, bytes);
   let_go(row);
 }
 
 // --- pushes that wait for their clock ------------------------------------------------------------
 
-int64_t RowStore::claim_push_memory(PushHalf& half, int64_t bytes, const Errand& errand) const {
+int64_t RowStore::claim_push_memory(PushHalf& half, int64_t bytes,
+                                    const WaitContext& context) const {
   bytes = in_lines(bytes);
   while (half.extent < half.extents && half.used + bytes > half.memory[half.extent].bytes) {
     ++half.extent;
     half.used = 0;
   }
   if (half.extent == half.extents) {
-    if (half.extents == PushHalf::kExtents) refuse_memory("another push of this clock", errand);
+    if (half.extents == PushHalf::kExtents) refuse_memory("another push of this clock", context);
     // An extent that could not be reserved the last time is still this worker's.
     PushHalf::Extent& next = half.memory[half.extents];
     if (next.bytes < bytes) {
@@ -342,8 +343,8 @@ int64_t RowStore::claim_push_memory(PushHalf& half, int64_t bytes, const Errand&
           plan_.pushes_at + static_cast<int64_t>(header().push_bytes.fetch_add(
                                 static_cast<uint64_t>(next.bytes), std::memory_order_relaxed));
     }
-    if (next.begin + next.bytes > plan_.bytes) refuse_memory("a push", errand);
-    reserve(next.begin, next.begin + next.bytes, "a push", errand);
+    if (next.begin + next.bytes > plan_.bytes) refuse_memory("a push", context);
+    reserve(next.begin, next.begin + next.bytes, "a push", context);
     header().other_bytes.fetch_add(static_cast<uint64_t>(next.bytes), std::memory_order_relaxed);
     ++half.extents;
   }

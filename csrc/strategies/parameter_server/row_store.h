@@ -4,7 +4,7 @@
 #include <trireme/kernels/span.h>
 #include <trireme/shm/segment.h>
 #include <trireme/strategies/parameter_server/block_lock.h>
-#include <trireme/strategies/parameter_server/clock_board.h>
+#include <trireme/strategies/parameter_server/progress_table.h>
 #include <trireme/strategies/parameter_server/row_plan.h>
 #include <trireme/strategies/parameter_server/table_spec.h>
 
@@ -51,7 +51,7 @@ class TRIREME_API RowStore {
  public:
   struct Parts {
     std::shared_ptr<const TableSpec> spec;
-    std::shared_ptr<ClockBoard> board;
+    std::shared_ptr<ProgressTable> board;
     std::shared_ptr<const shm::Segment>
         segment;  // RowPlan::bytes, of which first_bytes() are there
     std::shared_ptr<const void> keeps_memory;
@@ -66,7 +66,7 @@ class TRIREME_API RowStore {
   void find(const int64_t* ids, int64_t count, int64_t* rows) const;
   // Makes the rows that are kNone, with their first values. Throws DistBackendError if there is no
   // memory; the rows before are made.
-  void make(const int64_t* ids, int64_t count, int64_t* rows, const Errand& errand);
+  void make(const int64_t* ids, int64_t count, int64_t* rows, const WaitContext& context);
 
   // Prefetch a row that is read, or stepped, soon: some dozens at a time fit into the nearest
   // cache.
@@ -79,9 +79,9 @@ class TRIREME_API RowStore {
   int64_t count_step(int64_t row) const;
 
   // Copies the values of a row as one of its steps has left them.
-  void read(int64_t row, std::byte* to, const Errand& errand) const;
+  void read(int64_t row, std::byte* to, const WaitContext& context) const;
   // See [Note: a row is never a mixture of two states].
-  void take(int64_t row, const Errand& errand) const;
+  void take(int64_t row, const WaitContext& context) const;
   void let_go(int64_t row) const;
 
   // Returns a worker's pushes of a clock; at() turns their offsets into addresses.
@@ -89,7 +89,7 @@ class TRIREME_API RowStore {
   std::byte* at(int64_t offset) const { return memory_ + offset; }
   // Returns the offset of `bytes` adjacent bytes for a push of this worker. Throws DistBackendError
   // if there is no memory.
-  int64_t claim_push_memory(PushHalf& half, int64_t bytes, const Errand& errand) const;
+  int64_t claim_push_memory(PushHalf& half, int64_t bytes, const WaitContext& context) const;
 
   // Returns how many rows there are. Cost: one look at each.
   int64_t size() const;
@@ -129,18 +129,18 @@ class TRIREME_API RowStore {
   }
   int64_t look_up(int64_t id, int64_t level) const;
   void fetch(int64_t row, int64_t bytes) const;
-  int64_t add(int64_t id, const Errand& errand);
+  int64_t add(int64_t id, const WaitContext& context);
   void put(int64_t row, int64_t level) const;
-  void grow_index(const Errand& errand);
+  void grow_index(const WaitContext& context);
   void finish_for_the_dead() const;
-  void reserve(int64_t begin, int64_t end, std::string_view what, const Errand& errand) const;
-  [[noreturn]] void refuse_memory(std::string_view what, const Errand& errand) const;
+  void reserve(int64_t begin, int64_t end, std::string_view what, const WaitContext& context) const;
+  [[noreturn]] void refuse_memory(std::string_view what, const WaitContext& context) const;
   std::string name_of(int64_t row) const;
   bool is_lost(uint64_t holder) const;
   void note_torn(int64_t id) const;
 
   std::shared_ptr<const TableSpec> spec_;
-  std::shared_ptr<ClockBoard> board_;
+  std::shared_ptr<ProgressTable> board_;
   std::shared_ptr<const shm::Segment> segment_;
   std::shared_ptr<const void> keeps_memory_;
   RowPlan plan_;

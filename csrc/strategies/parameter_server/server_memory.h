@@ -3,9 +3,9 @@
 #include <trireme/comm/communicator.h>
 #include <trireme/common/export.h>
 #include <trireme/shm/segment.h>
-#include <trireme/strategies/parameter_server/clock_board.h>
 #include <trireme/strategies/parameter_server/hosts/table_shares.h>
 #include <trireme/strategies/parameter_server/options.h>
+#include <trireme/strategies/parameter_server/progress_table.h>
 #include <trireme/strategies/parameter_server/row_plan.h>
 #include <trireme/strategies/parameter_server/table_plan.h>
 #include <trireme/strategies/parameter_server/table_spec.h>

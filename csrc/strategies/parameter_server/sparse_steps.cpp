@@ -25,10 +25,10 @@ SparseSteps::SparseSteps(Parts parts, TablePlan plan, RowStore::Parts rows, RowP
       sums_(row_plan.dim, computed_),
       own_(row_plan.dim, computed_) {}
 
-void SparseSteps::find_or_make(const int64_t* ids, int64_t count, const Errand& errand) {
+void SparseSteps::find_or_make(const int64_t* ids, int64_t count, const WaitContext& context) {
   found_.resize(static_cast<size_t>(count));
   rows_.find(ids, count, found_.data());
-  rows_.make(ids, count, found_.data(), errand);
+  rows_.make(ids, count, found_.data(), context);
 }
 
 // Steps a row that this worker holds, or that no other worker can step.
@@ -43,13 +43,13 @@ void SparseSteps::step_row(int64_t row, ConstSpan gradient, double lr, double sc
                {lr, rows_.count_step(row), scale});
 }
 
-void SparseSteps::step_now(const RowSums& pushed, double scale, const Errand& errand) {
+void SparseSteps::step_now(const RowSums& pushed, double scale, const WaitContext& context) {
   const double lr = learning_rate_now();
-  find_or_make(pushed.ids().data(), pushed.size(), errand);
+  find_or_make(pushed.ids().data(), pushed.size(), context);
   for (int64_t i = 0; i < pushed.size(); ++i) {
     if (i + kAhead < pushed.size()) rows_.fetch_record(found_[static_cast<size_t>(i + kAhead)]);
     const int64_t row = found_[static_cast<size_t>(i)];
-    rows_.take(row, errand);
+    rows_.take(row, context);
     const auto let_go = c10::make_scope_exit([&] { rows_.let_go(row); });
     step_row(row, pushed.row(i), lr, scale);
   }
@@ -63,12 +63,12 @@ int64_t SparseSteps::gradients_in(int64_t count) const {
                   count * static_cast<int64_t>(sizeof(int64_t)));
 }
 
-void SparseSteps::deposit(const RowSums& pushed, double scale, const Errand& errand) {
+void SparseSteps::deposit(const RowSums& pushed, double scale, const WaitContext& context) {
   const uint64_t clock = board().clock();
   const int64_t count = pushed.size();
   const int64_t dim = rows_.plan().dim;
   const auto item = static_cast<int64_t>(c10::elementSize(computed_));
-  find_or_make(pushed.ids().data(), count, errand);
+  find_or_make(pushed.ids().data(), count, context);
   PushHalf& half = rows_.half(*board().worker(), clock);
   if (half.clock != clock + 1) {
     half.pushes = 0;
@@ -77,7 +77,7 @@ void SparseSteps::deposit(const RowSums& pushed, double scale, const Errand& err
     half.clock = clock + 1;
   }
   const int64_t offset =
-      rows_.claim_push_memory(half, gradients_in(count) + count * dim * item, errand);
+      rows_.claim_push_memory(half, gradients_in(count) + count * dim * item, context);
   auto& kept = *reinterpret_cast<Kept*>(rows_.at(offset));
   kept = {0, count, {}};
   for (const int64_t row : found_) ++kept.begins[static_cast<size_t>(row % kShares) + 1];

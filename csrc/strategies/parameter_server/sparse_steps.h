@@ -29,11 +29,11 @@ class TRIREME_API SparseSteps final : public TableSteps {
 
   // bsp: keeps `pushed`, times `scale`, in the half of this clock, which must be free:
   // bring_to(clock - 1).
-  void deposit(const RowSums& pushed, double scale, const Errand& errand);
+  void deposit(const RowSums& pushed, double scale, const WaitContext& context);
   void forget_deposit();
   // ssp and async: steps each of the rows. An exception of a wait leaves the rows before it
   // stepped.
-  void step_now(const RowSums& pushed, double scale, const Errand& errand);
+  void step_now(const RowSums& pushed, double scale, const WaitContext& context);
 
   std::string held_by(int64_t worker) const override;
   int64_t count_torn(std::vector<std::string>& names) const override;
@@ -48,7 +48,7 @@ class TRIREME_API SparseSteps final : public TableSteps {
 
   void step_block(int64_t share, const ClockStep& step) override;
   std::string name_of(int64_t share) const override;
-  void find_or_make(const int64_t* ids, int64_t count, const Errand& errand);
+  void find_or_make(const int64_t* ids, int64_t count, const WaitContext& context);
   void step_row(int64_t row, ConstSpan gradient, double lr, double scale);
   int64_t gradients_in(int64_t count) const;
   void add_share(const Kept& kept, int64_t share, RowSums& sums) const;

@@ -5,8 +5,8 @@
 #include <trireme/common/resolved.h>
 #include <trireme/common/trace.h>
 #include <trireme/kernels/span.h>
-#include <trireme/strategies/parameter_server/hosts/remote_shares.h>
-#include <trireme/strategies/parameter_server/worker_desk.h>
+#include <trireme/strategies/parameter_server/hosts/shard_client.h>
+#include <trireme/strategies/parameter_server/worker_session.h>
 
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
@@ -21,7 +21,7 @@
 namespace trireme::ps {
 
 SparseTable::SparseTable(SparseTable::Parts parts)
-    : Table(parts.steps.spec, parts.steps.board, std::move(parts.desk), std::move(parts.spread)),
+    : Table(parts.steps.spec, parts.steps.board, std::move(parts.session), std::move(parts.spread)),
       steps_(parts.steps, std::move(parts.plan),
              RowStore::Parts{parts.steps.spec, parts.steps.board, std::move(parts.rows),
                              std::move(parts.keeps_rows)},
@@ -33,12 +33,12 @@ int64_t SparseTable::memory_bytes() const {
 }
 
 int64_t SparseTable::size() {
-  const auto turn = desk().enter_open("len");
+  const auto turn = session().enter_open("len");
   return remote() == nullptr ? steps_.rows().size() : ids().numel();
 }
 
 at::Tensor SparseTable::ids() {
-  const auto turn = desk().enter_open("ids");
+  const auto turn = session().enter_open("ids");
   const at::Tensor own = at::tensor(steps_.rows().ids(), at::kLong);
   if (remote() == nullptr) return own;
   ShareRequest request;
@@ -46,7 +46,7 @@ at::Tensor SparseTable::ids() {
   request.table = spread().index;
   std::vector<at::Tensor> all{own};
   for (const RemoteAnswer& answer : ask(request))
-    all.push_back(remote()->wait(*answer, errand_of_answer()).at(0));
+    all.push_back(remote()->wait(*answer, context_of_answer()).at(0));
   return std::get<0>(at::cat(all).sort());
 }
 
@@ -76,7 +76,7 @@ SparseTable::Asked SparseTable::ask_others(const at::Tensor& ids, bool create) {
     const at::Tensor& places = asked.places[static_cast<size_t>(host)];
     if (places.numel() == 0) continue;
     asked.answers.push_back(
-        remote()->ask(host, request, {list.index_select(0, places)}, errand("pull")));
+        remote()->ask(host, request, {list.index_select(0, places)}, context("pull")));
   }
   return asked;
 }
@@ -140,7 +140,7 @@ at::Tensor SparseTable::checked_gradients(const at::Tensor& ids,
 
 void SparseTable::gather_rows(const at::Tensor& ids, bool create, const at::Tensor& to) {
   constexpr int64_t kAtOnce = 64;
-  const Errand errand = this->errand("pull");
+  const WaitContext context = this->context("pull");
   RowStore& rows = steps_.rows();
   const RowShape& shape = *spec().rows;
   const int64_t row_bytes = dim() * static_cast<int64_t>(to.element_size());
@@ -150,7 +150,7 @@ void SparseTable::gather_rows(const at::Tensor& ids, bool create, const at::Tens
   for (int64_t begin = 0; begin < ids.numel(); begin += kAtOnce) {
     const int64_t count = std::min(kAtOnce, ids.numel() - begin);
     rows.find(id + begin, count, found.data());
-    if (create) rows.make(id + begin, count, found.data(), errand);
+    if (create) rows.make(id + begin, count, found.data(), context);
     for (int64_t i = 0; i < count; ++i)
       if (found[static_cast<size_t>(i)] != RowStore::kNone)
         rows.fetch_values(found[static_cast<size_t>(i)]);
@@ -159,15 +159,15 @@ void SparseTable::gather_rows(const at::Tensor& ids, bool create, const at::Tens
       if (row == RowStore::kNone) {
         fill_row(shape.init, shape.seed, id[begin + i], {place, shape.dtype, shape.dim});
       } else {
-        rows.read(row, place, errand);
+        rows.read(row, place, context);
       }
     }
   }
 }
 
 at::Tensor SparseTable::gather(const at::Tensor& ids, bool create, const Asked& asked) {
-  ++desk().counts().pulls;
-  desk().settle_pushes();
+  ++session().counts().pulls;
+  session().settle_pushes();
   std::vector<int64_t> sizes = ids.sizes().vec();
   sizes.push_back(dim());
   at::Tensor rows = at::empty(sizes, dtype());
@@ -181,9 +181,9 @@ at::Tensor SparseTable::gather(const at::Tensor& ids, bool create, const Asked& 
     list.index_copy_(0, own, found);
     for (const RemoteAnswer& answer : asked.answers)
       list.index_copy_(0, asked.places[static_cast<size_t>(answer->host)],
-                       remote()->wait(*answer, errand_of_answer()).at(0));
+                       remote()->wait(*answer, context_of_answer()).at(0));
   }
-  desk().counts().bytes_pulled += static_cast<int64_t>(rows.nbytes());
+  session().counts().bytes_pulled += static_cast<int64_t>(rows.nbytes());
   return rows;
 }
 
@@ -195,9 +195,9 @@ at::Tensor SparseTable::pull(const at::Tensor& ids, bool create) {
 }
 
 at::Tensor SparseTable::pull_now(const at::Tensor& ids, bool create) {
-  desk().check_worker("pull");
+  session().check_worker("pull");
   const at::Tensor checked = checked_ids(ids, "pull");
-  const auto turn = desk().enter("pull");
+  const auto turn = session().enter("pull");
   Asked asked;
   wait_to_read([&] { asked = ask_others(checked, create); });
   return gather(checked, create, asked);
@@ -205,9 +205,9 @@ at::Tensor SparseTable::pull_now(const at::Tensor& ids, bool create) {
 
 Pending SparseTable::pull_async(const at::Tensor& ids, bool create) {
   if (is_checkpoint_under_way()) return pulled({pull(ids, create)});
-  desk().check_worker("pull");
+  session().check_worker("pull");
   at::Tensor checked = checked_ids(ids, "pull");
-  const auto turn = desk().enter("pull");
+  const auto turn = session().enter("pull");
   const bool is_read_later = remote() != nullptr || !has_come(board().clock());
   if (is_read_later && checked.is_alias_of(ids)) checked = checked.clone();
   const Asked asked = ask_others(checked, create);
@@ -324,7 +324,7 @@ void SparseTable::make_room(const CheckpointReader& reader) {
   RowStore& rows = steps_.rows();
   rows.clear();
   std::vector<int64_t> places(static_cast<size_t>(ids.numel()), RowStore::kNone);
-  rows.make(ids.const_data_ptr<int64_t>(), ids.numel(), places.data(), errand("pull"));
+  rows.make(ids.const_data_ptr<int64_t>(), ids.numel(), places.data(), context("pull"));
 }
 
 void SparseTable::drop_pushes() {
@@ -335,21 +335,21 @@ void SparseTable::drop_pushes() {
 // --- push ----------------------------------------------------------------------------------------
 
 void SparseTable::push_here(const at::Tensor& ids, const at::Tensor& gradients, double scale,
-                            const Errand& errand) {
+                            const WaitContext& context) {
   const auto* id = ids.const_data_ptr<int64_t>();
   const ConstSpan all = span_of(gradients);
   pushed_.begin(ids.numel());
   for (int64_t i = 0; i < ids.numel(); ++i)
     pushed_.add(id[i], slice(all, i * dim(), (i + 1) * dim()));
-  is_bsp() ? steps_.deposit(pushed_, scale, errand) : steps_.step_now(pushed_, scale, errand);
+  is_bsp() ? steps_.deposit(pushed_, scale, context) : steps_.step_now(pushed_, scale, context);
 }
 
 // Pushes to all hosts; the place of the push is free. No other thread of this worker comes in
 // between, so that the push is of one clock on all hosts.
 void SparseTable::push_now(const at::Tensor& ids, const at::Tensor& gradients, double scale) {
-  const Errand errand = this->errand("push");
-  desk().counts().bytes_pushed += static_cast<int64_t>(gradients.nbytes());
-  if (remote() == nullptr) return push_here(ids, gradients, scale, errand);
+  const WaitContext context = this->context("push");
+  session().counts().bytes_pushed += static_cast<int64_t>(gradients.nbytes());
+  if (remote() == nullptr) return push_here(ids, gradients, scale, context);
   const at::Tensor list = ids.reshape({-1});
   const at::Tensor rows = gradients.reshape({-1, dim()});
   const PlacesByHost places = places_by_host(list);
@@ -362,27 +362,27 @@ void SparseTable::push_now(const at::Tensor& ids, const at::Tensor& gradients, d
   request.table = spread().index;
   request.number = scale;
   const std::vector<at::Tensor> own = part_of(layout().own_host);
-  push_here(own[0], own[1], scale, errand);
+  push_here(own[0], own[1], scale, context);
   for (const int64_t host : remote()->others())
     if (places[static_cast<size_t>(host)].numel() > 0)
-      remote()->tell(host, request, part_of(host), errand);
+      remote()->tell(host, request, part_of(host), context);
 }
 
 void SparseTable::push(const at::Tensor& ids, const at::Tensor& gradients, double scale) {
   TRIREME_TRACE("ps.push");
-  desk().check_worker("push");
+  session().check_worker("push");
   const at::Tensor checked = checked_ids(ids, "push");
   const at::Tensor rows = checked_gradients(ids, gradients);
-  const auto turn = desk().enter("push");
+  const auto turn = session().enter("push");
   finish_pushes();
   if (begin_push()) push_now(checked, rows, scale);
 }
 
 Pending SparseTable::push_async(const at::Tensor& ids, const at::Tensor& gradients, double scale) {
-  desk().check_worker("push");
+  session().check_worker("push");
   at::Tensor checked = checked_ids(ids, "push");
   at::Tensor rows = checked_gradients(ids, gradients);
-  const auto turn = desk().enter("push");
+  const auto turn = session().enter("push");
   if (can_push()) {
     finish_pushes();
     if (begin_push()) push_now(checked, rows, scale);

@@ -34,7 +34,7 @@ class TRIREME_API SparseTable final : public Table {
     std::shared_ptr<const shm::Segment> rows;  // the memory of a RowPlan
     RowPlan row_plan;
     std::shared_ptr<const void> keeps_rows;
-    std::shared_ptr<WorkerDesk> desk;
+    std::shared_ptr<WorkerSession> session;
     Spread spread = {};
   };
   // Called by the server.
@@ -98,7 +98,7 @@ class TRIREME_API SparseTable final : public Table {
   void gather_rows(const at::Tensor& ids, bool create, const at::Tensor& to);
   void push_now(const at::Tensor& ids, const at::Tensor& gradients, double scale);
   void push_here(const at::Tensor& ids, const at::Tensor& gradients, double scale,
-                 const Errand& errand);
+                 const WaitContext& context);
 
   SparseSteps steps_;
   RowSums pushed_;

@@ -1,7 +1,7 @@
 #include <trireme/strategies/parameter_server/table.h>
 
-#include <trireme/strategies/parameter_server/hosts/remote_shares.h>
-#include <trireme/strategies/parameter_server/worker_desk.h>
+#include <trireme/strategies/parameter_server/hosts/shard_client.h>
+#include <trireme/strategies/parameter_server/worker_session.h>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
@@ -18,14 +18,14 @@ namespace trireme::ps {
 struct Table::OpenPush {
   uint64_t clock;
   std::function<void()> push;         // null once it is done
-  std::optional<bool> is_taken = {};  // the result of WorkerDesk::count_push()
+  std::optional<bool> is_taken = {};  // the result of WorkerSession::count_push()
 };
 
-Table::Table(std::shared_ptr<const TableSpec> spec, std::shared_ptr<ClockBoard> board,
-             std::shared_ptr<WorkerDesk> desk, Spread spread)
+Table::Table(std::shared_ptr<const TableSpec> spec, std::shared_ptr<ProgressTable> board,
+             std::shared_ptr<WorkerSession> session, Spread spread)
     : spec_(std::move(spec)),
       board_(std::move(board)),
-      desk_(std::move(desk)),
+      session_(std::move(session)),
       spread_(std::move(spread)),
       staleness_(
           static_cast<uint64_t>(spec_->options.staleness.value_or(board_->options().staleness))) {}
@@ -34,21 +34,21 @@ Table::~Table() = default;
 
 bool Table::is_bsp() const { return board_->options().mode == Mode::kBsp; }
 
-Errand Table::errand(std::string_view cause) const {
+WaitContext Table::context(std::string_view cause) const {
   return {[this, cause] {
             return c10::str(cause, " of table '", spec_->name, "' at clock ", board_->clock());
           },
           cause, -1, board_->clock()};
 }
 
-Errand Table::errand_of_answer() const {
-  Errand pull = errand("pull");
+WaitContext Table::context_of_answer() const {
+  WaitContext pull = context("pull");
   pull.lets_others_in = true;
   return pull;
 }
 
 void Table::set_lr(double lr) {
-  const auto turn = desk_->enter("set_lr");
+  const auto turn = session_->enter("set_lr");
   TORCH_CHECK_VALUE(
       has_learning_rate(spec_->optimizer) && lr >= 0 && std::isfinite(lr),
       error_text(kPsArea,
@@ -61,21 +61,21 @@ void Table::set_lr(double lr) {
                  c10::str("set_lr: got table '", spec_->name,
                           "' with backup workers, whose clocks may close without this worker"),
                  board_->where(), "Give the learning rate to the optimizer, or use no backup."));
-  if (remote() == nullptr) return own_steps().set_learning_rate(lr, errand("push"));
+  if (remote() == nullptr) return own_steps().set_learning_rate(lr, context("push"));
   // From here on no other thread comes in between, so that the rate is of one clock on all hosts.
   wait_to_push();
   finish_pushes();
-  own_steps().set_learning_rate(lr, errand("push"));
+  own_steps().set_learning_rate(lr, context("push"));
   ShareRequest request;
   request.verb = ShareRequest::Verb::kSetRate;
   request.table = spread_.index;
   request.number = lr;
-  remote()->tell_all(request, errand("push"));
+  remote()->tell_all(request, context("push"));
 }
 
 void Table::before_clock() {
   finish_pushes();
-  if (is_bsp()) own_steps().carry_learning_rate(errand("clock"));
+  if (is_bsp()) own_steps().carry_learning_rate(context("clock"));
 }
 
 void Table::after_clock() {
@@ -92,7 +92,7 @@ void Table::drop_pushes() {
 }
 
 void Table::bring_to_closed() {
-  if (is_bsp()) own_steps().bring_to(board_->closed(), errand("pull"));
+  if (is_bsp()) own_steps().bring_to(board_->closed(), context("pull"));
 }
 
 void Table::note_loaded() { own_steps().forget_learning_rate(); }
@@ -103,13 +103,13 @@ RemoteAnswers Table::ask(const ShareRequest& request) const {
   RemoteAnswers answers;
   if (remote() == nullptr) return answers;
   for (const int64_t host : remote()->others())
-    answers.push_back(remote()->ask(host, request, {}, errand("pull")));
+    answers.push_back(remote()->ask(host, request, {}, context("pull")));
   return answers;
 }
 
 bool Table::have_come(const RemoteAnswers& answers) const {
   return std::all_of(answers.begin(), answers.end(), [this](const RemoteAnswer& answer) {
-    return remote()->has_come(*answer, errand("pull"));
+    return remote()->has_come(*answer, context("pull"));
   });
 }
 
@@ -122,23 +122,23 @@ bool Table::has_come(uint64_t clock) const {
 }
 
 void Table::wait_for(uint64_t clock) {
-  Errand errand = this->errand("pull");
-  board_->check_peers(errand);
-  if (is_bsp()) return own_steps().bring_to(clock, errand);
+  WaitContext context = this->context("pull");
+  board_->check_peers(context);
+  if (is_bsp()) return own_steps().bring_to(clock, context);
   if (board_->options().mode == Mode::kAsync || clock <= staleness_) return;
-  errand.clock = clock - staleness_;
-  errand.lets_others_in = true;
+  context.clock = clock - staleness_;
+  context.lets_others_in = true;
   for (int64_t worker = 0; worker < board_->workers(); ++worker) {
-    errand.worker = worker;
-    board_->wait_clock(worker, errand.clock, errand);
+    context.worker = worker;
+    board_->wait_clock(worker, context.clock, context);
   }
 }
 
 void Table::read_one_clock(const std::function<void()>& read) {
   if (board_->options().backup == 0) return read();
-  const Errand errand = this->errand("pull");
-  for (const auto deadline = board_->deadline();; board_->check_deadline(deadline, errand)) {
-    own_steps().bring_to(board_->closed(), errand);
+  const WaitContext context = this->context("pull");
+  for (const auto deadline = board_->deadline();; board_->check_deadline(deadline, context)) {
+    own_steps().bring_to(board_->closed(), context);
     const uint64_t before = steps().applied();
     read();
     std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -147,7 +147,7 @@ void Table::read_one_clock(const std::function<void()>& read) {
 }
 
 void Table::check_async(uint64_t clock, std::string_view verb) const {
-  desk_->check_worker(verb);
+  session_->check_worker(verb);
   TORCH_CHECK(!is_bsp() || board_->clock() == clock,
               error_text(kPsArea,
                          c10::str("wait() for a ", verb, " of table '", spec_->name,
@@ -164,18 +164,18 @@ class Table::Pull final : public Pending::State {
         clock_(table.board_->clock()),
         read_(std::move(read)),
         has_answers_(std::move(has_answers)) {
-    table_.board_->check_peers(table_.errand("pull"));
+    table_.board_->check_peers(table_.context("pull"));
     if (need_not_wait()) finish();
   }
   bool done() const override {
-    const auto turn = table_.desk_->turn();
-    if (is_finished_ || table_.desk_->is_closed() || need_not_wait()) return true;
-    table_.board_->check_peers(table_.errand("pull"));
+    const auto turn = table_.session_->turn();
+    if (is_finished_ || table_.session_->is_closed() || need_not_wait()) return true;
+    table_.board_->check_peers(table_.context("pull"));
     return false;
   }
   // Another thread may finish the pull while this one waits.
   void wait() override {
-    const auto turn = table_.desk_->turn();
+    const auto turn = table_.session_->turn();
     if (is_finished_) return;
     table_.check_async(clock_, "pull");
     table_.wait_for(clock_);
@@ -235,25 +235,25 @@ bool Table::can_push() const {
 }
 
 void Table::wait_to_push() {
-  while (!can_push()) own_steps().bring_to(board_->clock() - 1, errand("push"));
+  while (!can_push()) own_steps().bring_to(board_->clock() - 1, context("push"));
 }
 
 bool Table::begin_push() {
   wait_to_push();
-  return desk_->count_push();
+  return session_->count_push();
 }
 
 class Table::Push final : public Pending::State {
  public:
   Push(Table& table, std::shared_ptr<OpenPush> push) : table_(table), push_(std::move(push)) {}
   bool done() const override {
-    const auto turn = table_.desk_->turn();
-    if (push_->push == nullptr || table_.desk_->is_closed() || table_.can_push()) return true;
-    table_.board_->check_peers(table_.errand("push"));
+    const auto turn = table_.session_->turn();
+    if (push_->push == nullptr || table_.session_->is_closed() || table_.can_push()) return true;
+    table_.board_->check_peers(table_.context("push"));
     return false;
   }
   void wait() override {
-    const auto turn = table_.desk_->turn();
+    const auto turn = table_.session_->turn();
     if (push_->push == nullptr) return;
     table_.check_async(push_->clock, "push");
     table_.finish_pushes();
@@ -275,7 +275,7 @@ void Table::finish_pushes() {
     if (open_pushes_.empty()) return;  // another thread has done the pushes meanwhile
     OpenPush& first = *open_pushes_.front();
     // A push that failed is done again; it is counted already.
-    if (!first.is_taken) first.is_taken = desk_->count_push();
+    if (!first.is_taken) first.is_taken = session_->count_push();
     if (*first.is_taken) first.push();
     first.push = nullptr;
     open_pushes_.pop_front();

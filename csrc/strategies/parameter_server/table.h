@@ -4,7 +4,7 @@
 #include <trireme/common/export.h>
 #include <trireme/saving/checkpoint.h>
 #include <trireme/saving/checkpoint_reader.h>
-#include <trireme/strategies/parameter_server/hosts/remote_shares.h>
+#include <trireme/strategies/parameter_server/hosts/shard_client.h>
 #include <trireme/strategies/parameter_server/hosts/table_shares.h>
 #include <trireme/strategies/parameter_server/table_steps.h>
 
@@ -20,7 +20,7 @@
 
 namespace trireme::ps {
 
-class WorkerDesk;
+class WorkerSession;
 
 // Tensors by host; those of a host in the order of Table::share_tensors().
 using SharesByHost = std::vector<std::vector<at::Tensor>>;
@@ -34,7 +34,7 @@ class TRIREME_API Table {
   struct Spread {
     int64_t index = 0;  // number of the table in the server
     TableLayout layout = {};
-    std::shared_ptr<RemoteShares> remote = nullptr;
+    std::shared_ptr<ShardClient> remote = nullptr;
   };
 
   virtual ~Table();
@@ -92,20 +92,20 @@ class TRIREME_API Table {
   virtual void note_loaded();
 
  protected:
-  Table(std::shared_ptr<const TableSpec> spec, std::shared_ptr<ClockBoard> board,
-        std::shared_ptr<WorkerDesk> desk, Spread spread);
+  Table(std::shared_ptr<const TableSpec> spec, std::shared_ptr<ProgressTable> board,
+        std::shared_ptr<WorkerSession> session, Spread spread);
 
   virtual TableSteps& own_steps() = 0;
-  ClockBoard& board() const { return *board_; }
-  std::shared_ptr<ClockBoard> shared_board() const { return board_; }
-  WorkerDesk& desk() const { return *desk_; }
+  ProgressTable& board() const { return *board_; }
+  std::shared_ptr<ProgressTable> shared_board() const { return board_; }
+  WorkerSession& session() const { return *session_; }
   bool is_bsp() const;
   const Spread& spread() const { return spread_; }
   const TableLayout& layout() const { return spread_.layout; }
-  RemoteShares* remote() const { return spread_.remote.get(); }
-  Errand errand(std::string_view cause) const;
+  ShardClient* remote() const { return spread_.remote.get(); }
+  WaitContext context(std::string_view cause) const;
   // Returns the description of a wait for another host's answer to a pull.
-  Errand errand_of_answer() const;
+  WaitContext context_of_answer() const;
 
   // --- pulls ---
 
@@ -160,8 +160,8 @@ class TRIREME_API Table {
   void check_async(uint64_t clock, std::string_view verb) const;
 
   std::shared_ptr<const TableSpec> spec_;
-  std::shared_ptr<ClockBoard> board_;
-  std::shared_ptr<WorkerDesk> desk_;
+  std::shared_ptr<ProgressTable> board_;
+  std::shared_ptr<WorkerSession> session_;
   Spread spread_;
   uint64_t staleness_;
   std::deque<std::shared_ptr<OpenPush>> open_pushes_;

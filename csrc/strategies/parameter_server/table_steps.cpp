@@ -31,14 +31,14 @@ TableSteps::TableSteps(Parts parts, TablePlan plan)
 
 TableSteps::~TableSteps() = default;
 
-void TableSteps::wait_for_holder(int64_t block, const Errand& errand) const {
-  lock_.wait_for_holder(memory_.block(block), errand, [&] { return name_of(block); });
+void TableSteps::wait_for_holder(int64_t block, const WaitContext& context) const {
+  lock_.wait_for_holder(memory_.block(block), context, [&] { return name_of(block); });
 }
 
-void TableSteps::take_block(int64_t block, const Errand& errand) {
+void TableSteps::take_block(int64_t block, const WaitContext& context) {
   BlockLine& line = memory_.block(block);
   uint64_t before = 0;
-  while (!lock_.try_take(line, before)) wait_for_holder(block, errand);
+  while (!lock_.try_take(line, before)) wait_for_holder(block, context);
   if (before != 0 && BlockLock::done_in(before) == 0)
     line.torn.fetch_add(1, std::memory_order_relaxed);
 }
@@ -109,9 +109,9 @@ bool TableSteps::try_apply(int64_t block, const ClockStep& step) {
   return true;
 }
 
-// Applies a clock to all blocks; returns false if it has no errand and would have to wait for
+// Applies a clock to all blocks; returns false if it has no context and would have to wait for
 // another worker.
-bool TableSteps::apply(uint64_t clock, const Errand* errand) {
+bool TableSteps::apply(uint64_t clock, const WaitContext* context) {
   TRIREME_TRACE("ps.apply");
   const ClockStep step = step_of(clock);
   for (int64_t block = claim(clock); block < count_blocks(); block = claim(clock))
@@ -119,8 +119,8 @@ bool TableSteps::apply(uint64_t clock, const Errand* errand) {
   for (int64_t block = 0; block < count_blocks(); ++block) {
     while (memory_.block(block).applied.load(std::memory_order_acquire) <= clock) {
       if (try_apply(block, step)) break;
-      if (errand == nullptr) return false;
-      wait_for_holder(block, *errand);
+      if (context == nullptr) return false;
+      wait_for_holder(block, *context);
     }
   }
   std::atomic<uint64_t>& applied = memory_.header().applied;
@@ -129,13 +129,13 @@ bool TableSteps::apply(uint64_t clock, const Errand* errand) {
   return true;
 }
 
-void TableSteps::bring_to(uint64_t clocks, const Errand& errand) {
+void TableSteps::bring_to(uint64_t clocks, const WaitContext& context) {
   for (uint64_t now = applied(); now < clocks; now = applied()) {
     if (board_->closed() <= now) board_->close_clocks();
     if (board_->closed() > now) {
-      apply(now, &errand);
+      apply(now, &context);
     } else {
-      Errand open = errand;
+      WaitContext open = context;
       open.lets_others_in = true;
       board_->wait_closed(now + 1, open);
     }
@@ -147,13 +147,13 @@ void TableSteps::apply_closed() {
     if (!apply(now, nullptr)) return;
 }
 
-void TableSteps::carry_learning_rate(const Errand& errand) {
+void TableSteps::carry_learning_rate(const WaitContext& context) {
   if (lr_since_ == 0) return;
   uint64_t clock = 0;
   do {
     clock = board_->clock();
     // A worker that applies the clock before the last one may still need the rate in this place.
-    if (lr_since_ + 1 >= clock && clock > 1) bring_to(clock - 1, errand);
+    if (lr_since_ + 1 >= clock && clock > 1) bring_to(clock - 1, context);
   } while (board_->clock() != clock);
   LearningRate& place = memory_.marks(*board_->worker()).lr[clock & 1];
   place.value.store(lr_, std::memory_order_relaxed);
@@ -198,12 +198,12 @@ void TableSteps::forget_learning_rate() {
     rate.since.store(0, std::memory_order_release);
 }
 
-void TableSteps::set_learning_rate(double lr, const Errand& errand) {
+void TableSteps::set_learning_rate(double lr, const WaitContext& context) {
   if (board_->options().mode == Mode::kBsp) {
     uint64_t clock = 0;
     do {
       clock = board_->clock();
-      if (clock > 0) bring_to(clock - 1, errand);
+      if (clock > 0) bring_to(clock - 1, context);
     } while (board_->clock() != clock);
     lr_ = lr;
     lr_since_ = clock + 1;

@@ -3,7 +3,7 @@
 #include <trireme/common/export.h>
 #include <trireme/kernels/span.h>
 #include <trireme/strategies/parameter_server/block_lock.h>
-#include <trireme/strategies/parameter_server/clock_board.h>
+#include <trireme/strategies/parameter_server/progress_table.h>
 #include <trireme/strategies/parameter_server/table_memory.h>
 #include <trireme/strategies/parameter_server/table_spec.h>
 
@@ -38,7 +38,7 @@ class TRIREME_API TableSteps {
  public:
   struct Parts {
     std::shared_ptr<const TableSpec> spec;
-    std::shared_ptr<ClockBoard> board;
+    std::shared_ptr<ProgressTable> board;
     std::byte* memory = nullptr;  // TablePlan::bytes zeros
     std::shared_ptr<const void> keeps_memory;
   };
@@ -56,15 +56,15 @@ class TRIREME_API TableSteps {
   uint64_t applied() const { return memory_.header().applied.load(std::memory_order_acquire); }
   // Waits until so many clocks are closed and applied, and applies what is closed. Lets other
   // threads of this worker in.
-  void bring_to(uint64_t clocks, const Errand& errand);
+  void bring_to(uint64_t clocks, const WaitContext& context);
   // Applies closed clocks, until another worker holds a block that it needs.
   void apply_closed();
   // Publishes this worker's learning rate; called before the clock moves. If it was set in one of
   // the last three clocks, waits until its place is free.
-  void carry_learning_rate(const Errand& errand);
+  void carry_learning_rate(const WaitContext& context);
 
   // Sets the learning rate: under bsp from this clock on, else from now on.
-  void set_learning_rate(double lr, const Errand& errand);
+  void set_learning_rate(double lr, const WaitContext& context);
 
   // Makes the latest learning rate that workers have published the rate of all.
   void settle_learning_rate();
@@ -88,14 +88,14 @@ class TRIREME_API TableSteps {
   };
 
   const TableSpec& spec() const { return *spec_; }
-  ClockBoard& board() const { return *board_; }
+  ProgressTable& board() const { return *board_; }
   const BlockLock& lock() const { return lock_; }
   int64_t count_blocks() const { return plan_.lines; }
   // Returns the rate that was set for all workers, else the optimizer's own.
   double learning_rate_now() const;
   void set_learning_rate_of_all(double lr);
   // Waits until this worker holds a block, and counts it as torn if its holder has died.
-  void take_block(int64_t block, const Errand& errand);
+  void take_block(int64_t block, const WaitContext& context);
   // Makes the step of a clock in a block that this worker holds. Neither waits nor throws.
   virtual void step_block(int64_t block, const ClockStep& step) = 0;
   virtual std::string name_of(int64_t block) const = 0;
@@ -103,13 +103,13 @@ class TRIREME_API TableSteps {
 
  private:
   ClockStep step_of(uint64_t clock) const;
-  bool apply(uint64_t clock, const Errand* errand);
+  bool apply(uint64_t clock, const WaitContext* context);
   int64_t claim(uint64_t clock);
   bool try_apply(int64_t block, const ClockStep& step);
-  void wait_for_holder(int64_t block, const Errand& errand) const;
+  void wait_for_holder(int64_t block, const WaitContext& context) const;
 
   std::shared_ptr<const TableSpec> spec_;
-  std::shared_ptr<ClockBoard> board_;
+  std::shared_ptr<ProgressTable> board_;
   std::shared_ptr<const void> keeps_memory_;
   TablePlan plan_;
   TableMemory memory_;

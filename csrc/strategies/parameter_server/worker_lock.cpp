@@ -35,18 +35,18 @@ void WorkerLock::wait(bool hears_signals) {
     if (try_take()) return;
     spin_pause();
   }
-  const shm::Asleep asleep(bell_);
+  const shm::Asleep asleep(futex_);
   for (;;) {
-    const uint32_t rung = bell_.rung.load(std::memory_order_seq_cst);
+    const uint32_t rung = futex_.rung.load(std::memory_order_seq_cst);
     if (try_take()) return;
-    shm::sleep_on(bell_, rung);
+    shm::sleep_on(futex_, rung);
     if (hears_signals) check_interruption();
   }
 }
 
 void WorkerLock::let_go() noexcept {
   owner_.store(std::thread::id(), std::memory_order_seq_cst);
-  shm::ring(bell_);
+  shm::ring(futex_);
 }
 
 void WorkerLock::unlock() noexcept {

@@ -19,10 +19,10 @@ namespace trireme::ps {
 // pushes, so its threads take turns: each verb holds the worker's lock.
 //
 // A thread that waits for other workers to reach a clock, or for the answer of another host, lets
-// the worker's other threads in meanwhile (Errand::lets_others_in), since the others may wait for
-// these. So a verb reads its state, the clock above all, again after such a wait. All other waits
-// keep the lock: for a block or a row that a worker is about to step, for room for a message, and
-// those of save(), load() and writing(), where all have to stand still.
+// the worker's other threads in meanwhile (WaitContext::lets_others_in), since the others may wait
+// for these. So a verb reads its state, the clock above all, again after such a wait. All other
+// waits keep the lock: for a block or a row that a worker is about to step, for room for a message,
+// and those of save(), load() and writing(), where all have to stand still.
 //
 // close() and leave() wait for no other worker: they first end the waits of the worker's other
 // threads (end_for_others), and then take the lock.
@@ -80,7 +80,7 @@ class TRIREME_API WorkerLock {
 
   std::atomic<std::thread::id> owner_{};
   int64_t depth_ = 0;  // how often the owner has taken the lock
-  shm::Bell bell_;
+  shm::Futex futex_;
   std::atomic<std::thread::id> leaver_{};
 };
 

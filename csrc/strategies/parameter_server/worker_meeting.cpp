@@ -47,23 +47,23 @@ void WorkerMeeting::catch_up() {
     meetings_ = std::max(meetings_, board_->line(worker).met.load(std::memory_order_acquire) / 3);
 }
 
-void WorkerMeeting::check_failed(const std::vector<int64_t>& come, const Errand& errand) {
+void WorkerMeeting::check_failed(const std::vector<int64_t>& come, const WaitContext& context) {
   for (const int64_t worker : come) {
     if (board_->line(worker).met_failed.load(std::memory_order_acquire) != meetings_ + 1) continue;
     C10_THROW_ERROR(
         DistBackendError,
         error_text(kPsArea,
-                   c10::str(errand.text(), ": ", board_->name_of(worker),
+                   c10::str(context.text(), ": ", board_->name_of(worker),
                             " could not: ", board_->line(worker).word()),
                    board_->where(), "Mend what it says, and call this again on all workers."));
   }
 }
 
 // Waits for all live workers, and returns those that reached the phase; the others are gone.
-std::vector<int64_t> WorkerMeeting::wait_for_all(Phase phase, const Errand& errand) {
+std::vector<int64_t> WorkerMeeting::wait_for_all(Phase phase, const WaitContext& context) {
   std::vector<int64_t> come;
   for (int64_t worker = 0; worker < board_->workers(); ++worker) {
-    Errand for_worker = errand;
+    WaitContext for_worker = context;
     for_worker.worker = worker;
     if (board_->wait(board_->line(worker).met, 3 * meetings_ + phase, for_worker))
       come.push_back(worker);
@@ -71,14 +71,14 @@ std::vector<int64_t> WorkerMeeting::wait_for_all(Phase phase, const Errand& erra
   return come;
 }
 
-void WorkerMeeting::check_clocks(const std::vector<int64_t>& come, const Errand& errand) {
+void WorkerMeeting::check_clocks(const std::vector<int64_t>& come, const WaitContext& context) {
   for (const int64_t worker : come) {
     const uint64_t clock =
         board_->line(worker).met_clock[meetings_ & 1].load(std::memory_order_relaxed);
     TORCH_CHECK_VALUE(
         clock == board_->clock(),
         error_text(kPsArea,
-                   c10::str(errand.text(), ": got ", board_->name_of(worker), " at clock ", clock,
+                   c10::str(context.text(), ": got ", board_->name_of(worker), " at clock ", clock,
                             ", expected all workers at one clock"),
                    board_->where(), "Call it after as many clocks on all workers."));
   }
@@ -89,13 +89,13 @@ void WorkerMeeting::hold(const Plan& plan) {
   Section section(*this);
   try {
     section.reach(kCome);
-    const std::vector<int64_t> come = wait_for_all(kCome, plan.errand);
-    if (plan.at_one_clock) check_clocks(come, plan.errand);
-    check_failed(come, plan.errand);
+    const std::vector<int64_t> come = wait_for_all(kCome, plan.context);
+    if (plan.at_one_clock) check_clocks(come, plan.context);
+    check_failed(come, plan.context);
     plan.prepare();
     section.reach(kPrepared);
-    const std::vector<int64_t> prepared = wait_for_all(kPrepared, plan.errand);
-    check_failed(prepared, plan.errand);
+    const std::vector<int64_t> prepared = wait_for_all(kPrepared, plan.context);
+    check_failed(prepared, plan.context);
     work(plan, prepared.front());
   } catch (const std::exception& error) {
     section.fail(what_of(error));
@@ -105,15 +105,15 @@ void WorkerMeeting::hold(const Plan& plan) {
 
 void WorkerMeeting::work(const Plan& plan, int64_t first) {
   if (first == board_->worker()) return plan.work();
-  Errand errand = plan.errand;
-  errand.worker = first;
-  errand.has_deadline = false;  // the others stand still for as long as it takes
-  const bool has_ended = board_->wait(board_->line(first).met, 3 * meetings_ + kDone, errand);
-  check_failed({first}, plan.errand);
+  WaitContext context = plan.context;
+  context.worker = first;
+  context.has_deadline = false;  // the others stand still for as long as it takes
+  const bool has_ended = board_->wait(board_->line(first).met, 3 * meetings_ + kDone, context);
+  check_failed({first}, plan.context);
   if (has_ended) return;
   C10_THROW_ERROR(DistBackendError,
                   error_text(kPsArea,
-                             c10::str(plan.errand.text(), ": ", board_->name_of(first),
+                             c10::str(plan.context.text(), ": ", board_->name_of(first),
                                       " has gone while it was at it"),
                              board_->where(), "Call this again on all workers."));
 }

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <trireme/common/export.h>
-#include <trireme/strategies/parameter_server/clock_board.h>
+#include <trireme/strategies/parameter_server/progress_table.h>
 
 #include <cstdint>
 #include <functional>
@@ -23,10 +23,10 @@ namespace trireme::ps {
 // worker's lock, so that its other threads stand still, too.
 class TRIREME_API WorkerMeeting {
  public:
-  explicit WorkerMeeting(std::shared_ptr<ClockBoard> board) : board_(std::move(board)) {}
+  explicit WorkerMeeting(std::shared_ptr<ProgressTable> board) : board_(std::move(board)) {}
 
   struct Plan {
-    const Errand& errand;
+    const WaitContext& context;
     bool at_one_clock = true;            // whether all workers have to be
     std::function<void()> prepare = {};  // on each worker, when all have come
     std::function<void()> work = {};     // on the first worker, when all are prepared
@@ -40,13 +40,13 @@ class TRIREME_API WorkerMeeting {
   enum Phase : uint64_t { kCome = 1, kPrepared = 2, kDone = 3 };
   class Section;
 
-  std::vector<int64_t> wait_for_all(Phase phase, const Errand& errand);
+  std::vector<int64_t> wait_for_all(Phase phase, const WaitContext& context);
   void catch_up();
-  void check_failed(const std::vector<int64_t>& come, const Errand& errand);
+  void check_failed(const std::vector<int64_t>& come, const WaitContext& context);
   void work(const Plan& plan, int64_t first);
-  void check_clocks(const std::vector<int64_t>& come, const Errand& errand);
+  void check_clocks(const std::vector<int64_t>& come, const WaitContext& context);
 
-  std::shared_ptr<ClockBoard> board_;
+  std::shared_ptr<ProgressTable> board_;
   uint64_t meetings_ = 0;
 };
 

@@ -21,8 +21,8 @@ namespace trireme {
 // A child of a C++ module cannot be replaced: its owner holds it by its type. So BatchNorm layers
 // run as they are, and update their running statistics in every forward. While a stage computes, an
 // observer of torch::batch_norm() sees the input of each such layer, before that updates anything.
-// The statistics before the first of these inputs are set aside: copies of a pipeline begin a step
-// with those of the first one. The step ends by restoring them, updated once.
+// The statistics before the first of these inputs are set aside: replicas of a pipeline begin a
+// step with those of the first one. The step ends by restoring them, updated once.
 
 // Lets running statistics of torch::nn::BatchNorm1d, 2d and 3d be those of whole batches: mean and
 // variance of all values that the micro-batches of a step have, as of one forward over them.

@@ -7,7 +7,7 @@
 #include <trireme/strategies/pipeline/refuse.h>
 #include <trireme/strategies/pipeline/row_agreement.h>
 #include <trireme/strategies/pipeline/schedule_recomputation.h>
-#include <trireme/strategies/pipeline/timed.h>
+#include <trireme/strategies/pipeline/scoped_timer.h>
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
@@ -63,7 +63,7 @@ PipelineReport PipelineEngine::last_step() const {
 }
 
 void PipelineEngine::set_parameters(int64_t stage, NamedParameters parameters,
-                                    std::vector<std::shared_ptr<HeldBackwards>> strategies) {
+                                    std::vector<std::shared_ptr<DeferredSync>> strategies) {
   for (size_t i = 0; i < stages_.size(); ++i) {
     if (stages_[i]->index() == stage) {
       gradients_->set_parameters(i, std::move(parameters), std::move(strategies));
@@ -163,7 +163,7 @@ std::vector<size_t> PipelineEngine::mark_last_actions() {
 
 PipelineRunner::Evaluation PipelineEngine::run_row(std::vector<PipelineValue> inputs,
                                                    const Mode& mode) {
-  const auto started = Timed::Clock::now();
+  const auto started = ScopedTimer::Clock::now();
   begin(std::move(inputs), mode);
   // Strategies average during backwards, and gradients that are sent away are out of reach
   // afterwards: then losses are divided, in place of gradients.
@@ -179,7 +179,7 @@ PipelineRunner::Evaluation PipelineEngine::run_row(std::vector<PipelineValue> in
   if (!mode.is_pass) result_.loss = finish();
   if (adds_up) gradients_->end_step();
   communicator_->show_step(step_, /*is_done=*/true);
-  make_report(Timed::since(started));
+  make_report(ScopedTimer::since(started));
   return std::exchange(result_, {});
 }
 

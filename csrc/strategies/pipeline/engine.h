@@ -33,7 +33,7 @@ struct KeptRow {
 // check_schedule() has seen that their order never ends in a circle, and sending earlier closes
 // none. UNSHARD, RESHARD and REDUCE_GRAD have no effect here.
 //
-// A stage's gradients are complete with its last B or W. Copies of the pipeline average them then
+// A stage's gradients are complete with its last B or W. Replicas of the pipeline average them then
 // (replicas.h); so do strategies that its layers are wrapped in, which hold back until then
 // (stage_strategies.h).
 //
@@ -81,7 +81,7 @@ class TRIREME_API PipelineEngine final : public PipelineRunner {
   // Replaces the parameters of a stage, and the strategies around its layers, from the next step
   // on. Throws ValueError where a tied parameter is missing.
   void set_parameters(int64_t stage, NamedParameters parameters,
-                      std::vector<std::shared_ptr<HeldBackwards>> strategies = {});
+                      std::vector<std::shared_ptr<DeferredSync>> strategies = {});
 
  private:
   // The kind of a run: a step, an evaluation, or one half of a pass.

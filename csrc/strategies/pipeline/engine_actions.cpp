@@ -2,7 +2,7 @@
 #include <trireme/common/language.h>
 #include <trireme/strategies/pipeline/engine.h>
 #include <trireme/strategies/pipeline/refuse.h>
-#include <trireme/strategies/pipeline/timed.h>
+#include <trireme/strategies/pipeline/scoped_timer.h>
 
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
@@ -40,18 +40,18 @@ void PipelineEngine::forward(const RowAction& action) {
   StageReport& report = stage.report();
   StageInput input;
   if (!stage.is_first()) {
-    const Timed waits(stage.waits().from_before);
+    const ScopedTimer waits(stage.waits().from_before);
     input = edges_->receive_onward(message);
   } else {
     input.value = take_input(action.micro_batch);
   }
   if (stage.has_skips()) {
-    const Timed waits(report.waiting_ms["skips"]);
+    const ScopedTimer waits(report.waiting_ms["skips"]);
     skips_->receive_onward(message, input);
   }
   PipelineValue output;
   {
-    const Timed computes(report.forward_ms);
+    const ScopedTimer computes(report.forward_ms);
     is_in_stage_ = true;
     output = stage.forward(action.micro_batch, std::move(input), action.is_recomputed);
     for (StageLoss& part : stage.take_parts_of_loss()) keep_part_of_loss(action, std::move(part));
@@ -62,11 +62,11 @@ void PipelineEngine::forward(const RowAction& action) {
   }
   if (!mode_.trains) done_with_input(stage);
   if (stage.has_skips()) {
-    const Timed waits(report.waiting_ms["skips"]);
+    const ScopedTimer waits(report.waiting_ms["skips"]);
     skips_->send_onward(message, stage.take_stashed(), report);
   }
   if (!stage.is_last()) {
-    const Timed waits(stage.waits().to_next);
+    const ScopedTimer waits(stage.waits().to_next);
     edges_->send_onward(message, output);
     count_sent(report, stage.index() + 1, output.tensors);
   } else if (!mode_.has_loss) {
@@ -76,7 +76,7 @@ void PipelineEngine::forward(const RowAction& action) {
 }
 
 void PipelineEngine::recompute(const RowAction& action) {
-  const Timed computes(action.stage->report().recompute_ms);
+  const ScopedTimer computes(action.stage->report().recompute_ms);
   is_in_stage_ = true;
   action.stage->recompute(action.micro_batch);
   is_in_stage_ = false;
@@ -88,12 +88,12 @@ void PipelineEngine::backward(const RowAction& action) {
   StageReport& report = stage.report();
   std::vector<at::Tensor> gradients;
   if (stage.has_skips()) {
-    const Timed waits(report.waiting_ms["skips"]);
+    const ScopedTimer waits(report.waiting_ms["skips"]);
     gradients = skips_->receive_back(message);
   }
   const bool wanted = stage.wants_gradients(action.micro_batch);
   if (wanted) {
-    const Timed waits(stage.waits().from_next);
+    const ScopedTimer waits(stage.waits().from_next);
     const std::vector<at::Tensor> came =
         stage.is_last() ? pass_->gradients[static_cast<size_t>(action.micro_batch)]
                         : edges_->receive_back(message);
@@ -107,7 +107,7 @@ void PipelineEngine::backward(const RowAction& action) {
   const bool owes = stage.owes_gradients(action.micro_batch);
   const bool splits = action.kind == ActionKind::kBackwardInput;
   {
-    const Timed computes(splits ? report.input_ms : report.backward_ms);
+    const ScopedTimer computes(splits ? report.input_ms : report.backward_ms);
     is_in_stage_ = true;
     gradients = splits ? stage.backward_input(action.micro_batch, gradients)
                        : stage.backward(action.micro_batch, gradients, mode_.keep_graph);
@@ -121,12 +121,12 @@ void PipelineEngine::backward(const RowAction& action) {
                                    std::make_move_iterator(gradients.end()));
     gradients.resize(inputs);
     popped.resize(stage.popped());
-    const Timed waits(report.waiting_ms["skips"]);
+    const ScopedTimer waits(report.waiting_ms["skips"]);
     skips_->send_back(message, std::move(popped), report);
   }
   if (!splits) done_with_input(stage);
   if (!owes) return;
-  const Timed waits(stage.waits().to_before);
+  const ScopedTimer waits(stage.waits().to_before);
   count_sent(report, stage.index() - 1, gradients);
   edges_->send_back(message, std::move(gradients));
 }
@@ -134,7 +134,7 @@ void PipelineEngine::backward(const RowAction& action) {
 void PipelineEngine::backward_weight(const RowAction& action) {
   Stage& stage = *action.stage;
   {
-    const Timed computes(stage.report().weight_ms);
+    const ScopedTimer computes(stage.report().weight_ms);
     is_in_stage_ = true;
     stage.backward_weight(action.micro_batch);
     is_in_stage_ = false;

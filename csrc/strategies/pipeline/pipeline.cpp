@@ -45,10 +45,10 @@ PipelineSchedule schedule_of(const PipelineOptions& options, int64_t ranks) {
 }
 
 PipelineRanks ranks_of_copy(std::shared_ptr<Communicator> all, const PipelineOptions& options) {
-  const int64_t copies = options.copies;
+  const int64_t replicas = options.replicas;
   if (!options.ranks) {
-    if (copies != 1)
-      refuse_pipeline(c10::str("got copies=", copies, " of a pipeline in one process"),
+    if (replicas != 1)
+      refuse_pipeline(c10::str("got replicas=", replicas, " of a pipeline in one process"),
                       "Leave it out, or use ranks.");
     return {ThreadGroup(1).communicator(0)};
   }
@@ -57,17 +57,18 @@ PipelineRanks ranks_of_copy(std::shared_ptr<Communicator> all, const PipelineOpt
                     "Pass ranks = false.");
   if (!options.devices.empty())
     refuse_pipeline("got devices of a pipeline on ranks", "Move each rank's layers before.");
-  if (copies == 1) return {std::move(all)};
-  if (copies < 1 || all->world() % copies != 0) {
-    refuse_pipeline("got copies=" + std::to_string(copies) + " of a pipeline on " +
+  if (replicas == 1) return {std::move(all)};
+  if (replicas < 1 || all->world() % replicas != 0) {
+    refuse_pipeline("got replicas=" + std::to_string(replicas) + " of a pipeline on " +
                         std::to_string(all->world()) + " ranks, expected a divisor of these",
                     "Give each copy as many ranks.");
   }
-  const int64_t ranks = all->world() / copies;
-  PipelineRanks found{neighbours_of(*all, ranks), counterparts_of(*all, ranks)};
-  if (!found.communicator || !found.copies)
-    refuse_pipeline("got copies=" + std::to_string(copies) + " over an engine without subgroups",
-                    "Use Gloo, NCCL, or trireme's backend.");
+  const int64_t ranks = all->world() / replicas;
+  PipelineRanks found{split_contiguous(*all, ranks), split_strided(*all, ranks)};
+  if (!found.communicator || !found.replicas)
+    refuse_pipeline(
+        "got replicas=" + std::to_string(replicas) + " over an engine without subgroups",
+        "Use Gloo, NCCL, or trireme's backend.");
   return found;
 }
 
@@ -185,7 +186,7 @@ std::vector<PipelineSkip> skips_of_stages(std::vector<PipelineSkip> skips,
 }
 
 void refuse_meetings_in_stages(const torch::nn::Module& layers, const PipelineOptions& options) {
-  const std::string found = meeting_of_ranks(layers, options.ranks ? options.copies : 1);
+  const std::string found = meeting_of_ranks(layers, options.ranks ? options.replicas : 1);
   if (!found.empty())
     refuse_pipeline("got " + found + " over ranks that have other stages",
                     "Give it a communicator of the ranks with this stage, or keep BatchNorm.");

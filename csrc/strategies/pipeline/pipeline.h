@@ -48,7 +48,7 @@ struct PipelineOptions {
   bool scale_grads = true;
   // The number of pipelines: each has as many consecutive ranks, and trains on batches of its own.
   // Gradients are averaged over them (replicas.h).
-  int64_t copies = 1;
+  int64_t replicas = 1;
   // The names that layers stash() and pop(): `from` and `to` count layers.
   std::vector<PipelineSkip> skips = {};
   // The micro-batches that are recomputed: "never", "except_last", "always", "auto"
@@ -67,10 +67,10 @@ TRIREME_API PipelineSchedule schedule_of(const PipelineOptions& options, int64_t
 // The communicators of a rank of several pipelines.
 struct PipelineRanks {
   std::shared_ptr<Communicator> communicator;  // the ranks of its pipeline
-  std::shared_ptr<Communicator> copies =
+  std::shared_ptr<Communicator> replicas =
       nullptr;  // the ranks with the same stages; null for one copy
 };
-// Cuts ranks into as many pipelines as there are copies. Without ranks there is one, whose
+// Cuts ranks into as many pipelines as there are replicas. Without ranks there is one, whose
 // communicator has no other rank. Collective. Throws ValueError where ranks are left over.
 TRIREME_API PipelineRanks ranks_of_copy(std::shared_ptr<Communicator> all,
                                         const PipelineOptions& options);
@@ -179,7 +179,7 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
                               options.scale_grads,
                               skips_of_stages(options.skips, bounds),
                               find_tied(stages),
-                              ranks.copies,
+                              ranks.replicas,
                           });
   }
 
@@ -216,8 +216,8 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
                     batch_);
   }
 
-  // Steps while the guard lives only accumulate gradients in this copy of the pipeline; the first
-  // one after it averages what has come together. All copies do so alike.
+  // Steps while the guard lives only accumulate gradients in this replica of the pipeline; the
+  // first one after it averages what has come together. All replicas do so alike.
   [[nodiscard]] NoSync no_sync() { return NoSync(synchronizes_); }
 
   // Computes the loss of a batch, keeping no graph. Collective.
@@ -334,7 +334,7 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
   Recomputation checkpoint_;
   bool synchronizes_ = true;
   std::vector<c10::Device> devices_;   // one per stage; empty if options name none
-  std::shared_ptr<Communicator> all_;  // the ranks of all copies
+  std::shared_ptr<Communicator> all_;  // the ranks of all replicas
   std::shared_ptr<Communicator> communicator_;
   std::unordered_map<std::string, std::string> names_in_whole_;
   std::unique_ptr<CallTurn> turn_;  // held by the call that uses batch_, loss_ and batch_norms_

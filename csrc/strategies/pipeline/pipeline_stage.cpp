@@ -100,7 +100,7 @@ StagePipelineImpl::StagePipelineImpl(std::vector<PipelineStage> stages,
   std::vector<PipelineStageRequest> requests;
   PipelineEngineOptions engine_options;
   engine_options.scale_grads = options.scale_grads;
-  engine_options.copies = ranks.copies;
+  engine_options.replicas = ranks.replicas;
   const auto prepare = [&] {
     schedule = schedule_for(stages, options, ranks);
     std::vector<int64_t> bounds;

@@ -31,7 +31,7 @@ std::string describe(const PipelineSchedule& schedule, const PipelineEngineOptio
   std::string text = c10::str(schedule.stages, " stages, ", schedule.micro_batches,
                               " micro-batches, scale_grads=", options.scale_grads, ", table ",
                               std::hash<std::string>()(to_csv(schedule, TableForm::kAsItIs)),
-                              ", with copies: ", options.copies != nullptr);
+                              ", with replicas: ", options.replicas != nullptr);
   for (const PipelineSkip& skip : options.skips)
     text += c10::str(", '", skip.name, "' from stage ", skip.from, " to stage ", skip.to);
   for (const TiedParameter& tied : options.tied) {
@@ -42,7 +42,7 @@ std::string describe(const PipelineSchedule& schedule, const PipelineEngineOptio
   return text;
 }
 
-// Describes what must be equal in all copies of a stage, a line for each tensor.
+// Describes what must be equal in all replicas of a stage, a line for each tensor.
 std::string describe(const PipelineStageRequest& stage) {
   std::string text;
   const auto add = [&](const std::string& name, const at::Tensor& tensor, const char* what) {
@@ -55,7 +55,7 @@ std::string describe(const PipelineStageRequest& stage) {
   return text;
 }
 
-// Returns the first difference between the texts of the ranks, or copies; or nothing.
+// Returns the first difference between the texts of the ranks, or replicas; or nothing.
 std::string difference(const std::vector<std::string>& texts, const std::string& who) {
   for (size_t i = 0; i < texts.size(); ++i) {
     if (!texts[i].empty() && texts[i].front() == '!')
@@ -83,12 +83,13 @@ void agree_on_row(const PipelineSchedule& schedule, const std::vector<PipelineSt
   std::string own = complaint(schedule, stages, communicator.rank_of());
   own = own.empty() ? describe(schedule, options) : "!" + own;
   std::string got = difference(gather_texts(own, communicator, communicator.device()), "rank");
-  if (options.copies) {
+  if (options.replicas) {
     for (const PipelineStageRequest& stage : stages) own += describe(stage);
     if (!got.empty()) own = "!" + got;
-    Communicator& copies = *options.copies;
-    const std::string of_stages = difference(gather_texts(own, copies, copies.device()), "copy");
-    // Other ranks of the pipeline have other stages, whose copies may differ: all hear of that.
+    Communicator& replicas = *options.replicas;
+    const std::string of_stages =
+        difference(gather_texts(own, replicas, replicas.device()), "replica");
+    // Other ranks of the pipeline have other stages, whose replicas may differ: all hear of that.
     for (const std::string& text : gather_texts(of_stages, communicator, communicator.device()))
       if (got.empty()) got = text;
   }

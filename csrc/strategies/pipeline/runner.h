@@ -7,7 +7,7 @@
 #include <trireme/strategies/pipeline/skip.h>
 #include <trireme/strategies/pipeline/stage_function.h>
 #include <trireme/strategies/pipeline/stage_loss.h>
-#include <trireme/sync/held_backwards.h>
+#include <trireme/sync/deferred_sync.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -32,8 +32,8 @@ struct PipelineStageRequest {
   // The parameters whose .grad is scaled, without those of `strategies`.
   NamedParameters parameters = {};
   std::vector<std::pair<std::string, at::Tensor>> buffers = {};
-  // Strategies around layers of the stage, beside those that held_backwards_of() finds.
-  std::vector<std::shared_ptr<HeldBackwards>> strategies = {};
+  // Strategies around layers of the stage, beside those that deferred_sync_of() finds.
+  std::vector<std::shared_ptr<DeferredSync>> strategies = {};
   // Whether a backward of the stage hands gradients to another place than .grad
   // (module/sends_gradients.h), so that nothing divides them afterwards.
   bool sends_gradients = false;
@@ -47,8 +47,8 @@ struct PipelineEngineOptions {
   std::vector<PipelineSkip> skips = {};
   // The parameters that stages of several ranks share: their copies are kept equal.
   std::vector<TiedParameter> tied = {};
-  // The ranks that hold the same stages in all copies of the pipeline; null for one copy.
-  std::shared_ptr<Communicator> copies = nullptr;
+  // The ranks that hold the same stages in all replicas of the pipeline; null for one replica.
+  std::shared_ptr<Communicator> replicas = nullptr;
   // Whether rows are threads of one process: exceptions of stages then come out as they were
   // thrown, and the row leaves strategies alone.
   bool on_threads = false;
@@ -143,9 +143,9 @@ class TRIREME_API PipelineRunner {
   };
   // Trains: forwards and backwards of all micro-batches. `inputs` are those of the first stage, one
   // per micro-batch, and are given to its function as they are; a rank without that stage may give
-  // none. Returns the loss of this copy of the pipeline, 0-dim, without a graph, the same on all of
-  // its ranks. Gradients are added to .grad, and averaged over copies, with what .grad held before,
-  // if the step `synchronizes`. Collective.
+  // none. Returns the loss of this replica of the pipeline, 0-dim, without a graph, the same on all
+  // of its ranks. Gradients are added to .grad, and averaged over replicas, with what .grad held
+  // before, if the step `synchronizes`. Collective.
   //
   // Throws on all ranks what went wrong on one: the texts name stage, rank and action. .grad is
   // then what it was before, but for parameters that a strategy averages, and the next step works,

@@ -3,7 +3,7 @@
 #include <trireme/common/error.h>
 #include <trireme/common/trace.h>
 #include <trireme/strategies/remote/failures.h>
-#include <trireme/strategies/remote/module_seat.h>
+#include <trireme/strategies/remote/remote_module_session.h>
 #include <trireme/strategies/remote/sendable.h>
 
 #include <ATen/core/grad_mode.h>
@@ -110,10 +110,10 @@ Value CallServer::run(ServedCall& call) {
       return make_module(message);
     default: {
       call.object = object_of(message).object;
-      const auto seat = std::dynamic_pointer_cast<ModuleSeat>(call.object);
-      TORCH_CHECK_VALUE(seat, error_text("remote", "got a " + call.what + ", which is no module",
-                                         {}, "Run the same Trireme on every rank."));
-      return seat->serve(message.verb, message, {threads_, call.deadline});
+      const auto session = std::dynamic_pointer_cast<RemoteModuleSession>(call.object);
+      TORCH_CHECK_VALUE(session, error_text("remote", "got a " + call.what + ", which is no module",
+                                            {}, "Run the same Trireme on every rank."));
+      return session->serve(message.verb, message, {threads_, call.deadline});
     }
   }
 }
@@ -130,8 +130,9 @@ Value CallServer::make_module(const CallMessage& call) {
   std::optional<OptimizerSpec> optimizer;
   if (!call.args[0].is<std::monostate>()) optimizer = optimizer_of(call.args[0]);
   auto module = modules_.of(factory->make_module({nullptr, args->items, *kwargs}));
-  return replies_.show(std::make_shared<ModuleSeat>(std::move(module), std::move(optimizer)),
-                       "module " + call.name);
+  return replies_.show(
+      std::make_shared<RemoteModuleSession>(std::move(module), std::move(optimizer)),
+      "module " + call.name);
 }
 
 void CallServer::serve_batch(const Definition& method, const std::vector<ServedCall>& calls) {

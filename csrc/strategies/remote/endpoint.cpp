@@ -18,7 +18,7 @@ Endpoint::Endpoint(const Context& ctx, const std::string& name, const EndpointOp
 
 Endpoint::Endpoint(const std::shared_ptr<Communicator>& communicator, const std::string& name,
                    const EndpointOptions& options)
-    : Caller(Switchboard::start(communicator, name, options.threads), std::nullopt) {}
+    : Caller(RpcAgent::start(communicator, name, options.threads), std::nullopt) {}
 
 Endpoint::~Endpoint() { board()->abandon("its endpoint was dropped without stop()"); }
 

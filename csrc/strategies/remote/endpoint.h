@@ -3,7 +3,7 @@
 #include <trireme/comm/launch/launch.h>
 #include <trireme/common/export.h>
 #include <trireme/strategies/remote/remote_module.h>
-#include <trireme/strategies/remote/switchboard.h>
+#include <trireme/strategies/remote/rpc_agent.h>
 #include <trireme/strategies/remote/typed_definitions.h>
 #include <trireme/strategies/remote/typed_values.h>
 
@@ -23,7 +23,7 @@ namespace trireme::remote {
 template <typename T>
 class Pending {
  public:
-  Pending(std::shared_ptr<Switchboard> board, PendingCallPtr call)
+  Pending(std::shared_ptr<RpcAgent> board, PendingCallPtr call)
       : board_(std::move(board)), call_(std::move(call)) {}
 
   // Returns the result, or throws the call's exception; may be called again.
@@ -37,7 +37,7 @@ class Pending {
   bool is_completed() const { return board_->is_done(*call_); }
 
  private:
-  std::shared_ptr<Switchboard> board_;
+  std::shared_ptr<RpcAgent> board_;
   PendingCallPtr call_;
 };
 
@@ -53,7 +53,7 @@ struct ModuleOptions {
 // no rank has, and c10::Error after stop(). Thread-safe. A call is one message there and one back.
 class TRIREME_API Caller {
  public:
-  Caller(std::shared_ptr<Switchboard> board, std::optional<std::chrono::milliseconds> timeout)
+  Caller(std::shared_ptr<RpcAgent> board, std::optional<std::chrono::milliseconds> timeout)
       : board_(std::move(board)), timeout_(timeout) {}
 
   // Returns a caller whose calls wait for their answers up to `timeout`, in place of 30 minutes.
@@ -92,10 +92,10 @@ class TRIREME_API Caller {
                        Values args) const;
 
  protected:
-  const std::shared_ptr<Switchboard>& board() const { return board_; }
+  const std::shared_ptr<RpcAgent>& board() const { return board_; }
 
  private:
-  std::shared_ptr<Switchboard> board_;
+  std::shared_ptr<RpcAgent> board_;
   std::optional<std::chrono::milliseconds> timeout_;
 };
 

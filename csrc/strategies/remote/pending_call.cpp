@@ -49,12 +49,12 @@ std::vector<PendingCallPtr> PendingCalls::take_late(shm::Clock::time_point now) 
 
 void PendingCalls::lose(int64_t to, const std::string& why) {
   for (const auto& call : take_if([&](const PendingCall& call) { return call.to() == to; }))
-    call->complete(Lost{why});
+    call->complete(Unanswered{why});
 }
 
 void PendingCalls::lose_all(const std::string& why) {
   for (const auto& call : take_if([](const PendingCall&) { return true; }))
-    call->complete(Lost{why});
+    call->complete(Unanswered{why});
 }
 
 bool PendingCalls::is_empty() const {

@@ -18,7 +18,7 @@
 namespace trireme::remote {
 
 // The outcome of a call that never gets an answer: the callee is gone, or the call was given up.
-struct Lost {
+struct Unanswered {
   std::string why = {};
   bool is_late = false;  // its deadline has passed
 };
@@ -26,7 +26,7 @@ struct Lost {
 // One call of this rank. Any thread may read it; one completes it.
 class TRIREME_API PendingCall {
  public:
-  using Outcome = std::variant<Value, Failure, Lost>;
+  using Outcome = std::variant<Value, Failure, Unanswered>;
 
   PendingCall(int64_t to, std::string what, std::optional<std::chrono::milliseconds> timeout);
 

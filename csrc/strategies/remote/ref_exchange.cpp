@@ -1,7 +1,7 @@
 #include <trireme/strategies/remote/ref_exchange.h>
 
 #include <trireme/common/forks.h>
-#include <trireme/strategies/remote/module_seat.h>
+#include <trireme/strategies/remote/remote_module_session.h>
 #include <trireme/strategies/remote/wire_messages.h>
 
 #include <c10/util/Exception.h>
@@ -24,12 +24,12 @@ bool try_post(MessageBox& box, int64_t to, const Head& head, const Value& value,
 
 RefExchange::RefExchange(RankOf where, std::vector<int64_t> sessions,
                          std::shared_ptr<MessageBox> box,
-                         std::shared_ptr<Housekeeping> housekeeping)
+                         std::shared_ptr<DeferredDestruction> deferred)
     : where_(where),
       forks_(forks_so_far()),
       sessions_(std::move(sessions)),
       box_(std::move(box)),
-      housekeeping_(std::move(housekeeping)) {}
+      deferred_(std::move(deferred)) {}
 
 bool RefExchange::is_in_child() const { return forks_ != forks_so_far(); }
 
@@ -70,7 +70,7 @@ std::shared_ptr<Hosted> RefExchange::find(const RefAddress& address) const {
 void RefExchange::let_go(const RefAddress& address) noexcept {
   if (is_in_child()) return;
   try {
-    housekeeping_->add([exchange = weak_from_this(), address] {
+    deferred_->add([exchange = weak_from_this(), address] {
       const auto alive = exchange.lock();
       return !alive || alive->tell_count(address, alive->where_.rank, -1);
     });
@@ -96,23 +96,23 @@ bool RefExchange::tell_count(const RefAddress& address, int64_t holder, int64_t 
   return true;
 }
 
-void RefExchange::drop(const RefAddress& seat, int64_t forward) noexcept {
+void RefExchange::drop(const RefAddress& session, int64_t forward) noexcept {
   if (is_in_child()) return;
   try {
-    housekeeping_->add([exchange = weak_from_this(), seat, forward] {
+    deferred_->add([exchange = weak_from_this(), session, forward] {
       const auto alive = exchange.lock();
-      return !alive || alive->tell_drop(seat, forward);
+      return !alive || alive->tell_drop(session, forward);
     });
-  } catch (const std::exception&) {  // no memory: the graph stays as long as its seat
+  } catch (const std::exception&) {  // no memory: the graph stays as long as its session
   }
 }
 
-bool RefExchange::tell_drop(const RefAddress& seat, int64_t forward) noexcept {
+bool RefExchange::tell_drop(const RefAddress& session, int64_t forward) noexcept {
   try {
-    if (seat.owner != where_.rank)
-      return try_post(*box_, seat.owner, {MessageKind::kDrop, seat.number}, forward,
+    if (session.owner != where_.rank)
+      return try_post(*box_, session.owner, {MessageKind::kDrop, session.number}, forward,
                       "the end of a graph");
-    take_drop(seat.number, forward);
+    take_drop(session.number, forward);
   } catch (const std::exception&) {  // the owner is gone, and so are its graphs
   }
   return true;
@@ -128,9 +128,9 @@ void RefExchange::take_count(int64_t number, const Value& value) {
 void RefExchange::take_drop(int64_t number, const Value& value) {
   const auto* forward = value.get_if<int64_t>();
   if (forward == nullptr) refuse_message("of another form");
-  const auto seat = std::dynamic_pointer_cast<ModuleSeat>(table_.find(number).object);
-  if (!seat) return;
-  housekeeping_->add([graph = seat->drop(*forward)]() mutable {
+  const auto session = std::dynamic_pointer_cast<RemoteModuleSession>(table_.find(number).object);
+  if (!session) return;
+  deferred_->add([graph = session->drop(*forward)]() mutable {
     graph.reset();
     return true;
   });
@@ -141,11 +141,11 @@ void RefExchange::forget(int64_t rank) {
   clean_later();
 }
 
-// Frees objects without Refs on the housekeeping thread, since that may run user code.
+// Frees objects without Refs on the deferred thread, since that may run user code.
 void RefExchange::clean_later() {
   if (!table_.has_gone()) return;
   for (auto& object : table_.take_gone())
-    housekeeping_->add([object = std::move(object)]() mutable {
+    deferred_->add([object = std::move(object)]() mutable {
       object.reset();
       return true;
     });

@@ -3,7 +3,7 @@
 #include <trireme/comm/message_box.h>
 #include <trireme/common/error.h>
 #include <trireme/common/export.h>
-#include <trireme/strategies/remote/housekeeping.h>
+#include <trireme/strategies/remote/deferred_destruction.h>
 #include <trireme/strategies/remote/ref.h>
 #include <trireme/strategies/remote/ref_table.h>
 
@@ -20,7 +20,7 @@ class TRIREME_API RefExchange : public std::enable_shared_from_this<RefExchange>
  public:
   // `sessions`: by rank; they tell starts apart.
   RefExchange(RankOf where, std::vector<int64_t> sessions, std::shared_ptr<MessageBox> box,
-              std::shared_ptr<Housekeeping> housekeeping);
+              std::shared_ptr<DeferredDestruction> deferred);
 
   RefTable& table() { return table_; }
   int64_t own_session() const { return sessions_[static_cast<size_t>(where_.rank)]; }
@@ -36,8 +36,8 @@ class TRIREME_API RefExchange : public std::enable_shared_from_this<RefExchange>
   // Tells the owner that `to` has one more Ref. Returns false if the owner takes no message now.
   // Throws c10::ValueError for a Ref of an earlier start.
   bool try_lend(const Ref& ref, int64_t to);
-  // Lets the owner of a seat forget a forward. Never throws, never waits.
-  void drop(const RefAddress& seat, int64_t forward) noexcept;
+  // Lets the owner of a session forget a forward. Never throws, never waits.
+  void drop(const RefAddress& session, int64_t forward) noexcept;
 
   // Handle messages of other ranks. Throw c10::ValueError for a message of another form.
   void take_count(int64_t number, const Value& value);
@@ -50,7 +50,7 @@ class TRIREME_API RefExchange : public std::enable_shared_from_this<RefExchange>
   void check_session(const RefAddress& address) const;
   void let_go(const RefAddress& address) noexcept;
   bool tell_count(const RefAddress& address, int64_t holder, int64_t change) noexcept;
-  bool tell_drop(const RefAddress& seat, int64_t forward) noexcept;
+  bool tell_drop(const RefAddress& session, int64_t forward) noexcept;
   void clean_later();
   bool is_in_child() const;
 
@@ -58,7 +58,7 @@ class TRIREME_API RefExchange : public std::enable_shared_from_this<RefExchange>
   uint64_t forks_;
   std::vector<int64_t> sessions_;
   std::shared_ptr<MessageBox> box_;
-  std::shared_ptr<Housekeeping> housekeeping_;
+  std::shared_ptr<DeferredDestruction> deferred_;
   RefTable table_;
 };
 

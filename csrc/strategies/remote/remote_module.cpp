@@ -20,10 +20,10 @@
 namespace trireme::remote {
 namespace {
 
-CallRequest request_of(const RefPtr& seat, Verb verb, const std::string& factory, Values args,
+CallRequest request_of(const RefPtr& session, Verb verb, const std::string& factory, Values args,
                        std::optional<std::chrono::milliseconds> timeout) {
   CallRequest request;
-  request.call_object(seat);
+  request.call_object(session);
   request.timeout = timeout;
   request.message.verb = verb;
   request.message.name = factory;
@@ -44,8 +44,8 @@ const T& item(const Value& value, size_t place, size_t count) {
 class RemoteBackward final : public torch::autograd::Node, public SendsGradients {
  public:
   struct Call {
-    std::shared_ptr<Switchboard> board;
-    RefPtr seat;
+    std::shared_ptr<RpcAgent> board;
+    RefPtr session;
     std::string factory;
     std::optional<std::chrono::milliseconds> timeout;
     int64_t forward;
@@ -70,7 +70,7 @@ class RemoteBackward final : public torch::autograd::Node, public SendsGradients
     for (const at::Tensor& gradient : gradients)
       gradient.defined() ? given.items.emplace_back(dense(gradient)) : given.items.emplace_back();
     const Value result = call_.board->finish(call_.board->begin(
-        request_of(call_.seat, Verb::kBackward, call_.factory,
+        request_of(call_.session, Verb::kBackward, call_.factory,
                    {call_.forward, std::move(given), present_autocast()}, call_.timeout)));
     const auto* list = result.get_if<List>();
     if (list == nullptr || list->items.size() > num_outputs()) refuse_message("of another form");
@@ -83,7 +83,7 @@ class RemoteBackward final : public torch::autograd::Node, public SendsGradients
  private:
   // Lets the owner free the graph.
   void forget() noexcept {
-    if (!used_.exchange(true)) call_.board->drop(call_.seat->address(), call_.forward);
+    if (!used_.exchange(true)) call_.board->drop(call_.session->address(), call_.forward);
   }
 
   Call call_;
@@ -92,7 +92,7 @@ class RemoteBackward final : public torch::autograd::Node, public SendsGradients
 
 }  // namespace
 
-RemoteModule::RemoteModule(std::shared_ptr<Switchboard> board, ModuleRequest request)
+RemoteModule::RemoteModule(std::shared_ptr<RpcAgent> board, ModuleRequest request)
     : board_(std::move(board)), factory_(std::move(request.factory)), timeout_(request.timeout) {
   CallRequest made{request.to};
   made.timeout = timeout_;
@@ -102,14 +102,14 @@ RemoteModule::RemoteModule(std::shared_ptr<Switchboard> board, ModuleRequest req
   made.message.args.emplace_back(Tuple{std::move(request.args)});
   made.message.args.emplace_back(std::move(request.kwargs));
   const Value result = board_->finish(board_->begin(std::move(made)));
-  const auto* seat = result.get_if<RefPtr>();
-  if (seat == nullptr) refuse_message("of another form");
-  seat_ = *seat;
+  const auto* session = result.get_if<RefPtr>();
+  if (session == nullptr) refuse_message("of another form");
+  session_ = *session;
 }
 
 Value RemoteModule::call(Verb verb, Values args) {
   return board_->finish(
-      board_->begin(request_of(seat_, verb, factory_, std::move(args), timeout_)));
+      board_->begin(request_of(session_, verb, factory_, std::move(args), timeout_)));
 }
 
 Value RemoteModule::forward_values(const Values& args, const Dict& kwargs, bool training) {
@@ -138,7 +138,7 @@ Value RemoteModule::forward_values(const Values& args, const Dict& kwargs, bool 
   if (const at::Tensor anchor = BackwardAnchors::make(); anchor.defined())
     edges.push_back(torch::autograd::impl::gradient_edge(anchor));
   const auto node = make_node<RemoteBackward>(
-      RemoteBackward::Call{board_, seat_, factory_, timeout_, forward}, std::move(edges));
+      RemoteBackward::Call{board_, session_, factory_, timeout_, forward}, std::move(edges));
   size_t next = 0;
   number = 0;
   change_tensors(result, [&](at::Tensor& tensor) {

@@ -4,7 +4,7 @@
 #include <trireme/kernels/optimizer_spec.h>
 #include <trireme/strategies/remote/hosted.h>
 #include <trireme/strategies/remote/ref.h>
-#include <trireme/strategies/remote/switchboard.h>
+#include <trireme/strategies/remote/rpc_agent.h>
 #include <trireme/strategies/remote/typed_values.h>
 
 #include <ATen/core/Tensor.h>
@@ -45,10 +45,10 @@ struct ModuleRequest {
 class TRIREME_API RemoteModule {
  public:
   // Calls the factory at the owner.
-  RemoteModule(std::shared_ptr<Switchboard> board, ModuleRequest request);
+  RemoteModule(std::shared_ptr<RpcAgent> board, ModuleRequest request);
 
   // Returns the rank of the owner.
-  int64_t owner() const { return seat_->address().owner; }
+  int64_t owner() const { return session_->address().owner; }
 
   // Calls the module, with a graph if grad mode is enabled; inputs that require gradients get them.
   // A graph that is dropped without a backward is freed at the owner, too. A graph is used once,
@@ -77,10 +77,10 @@ class TRIREME_API RemoteModule {
  private:
   Value call(Verb verb, Values args);
 
-  std::shared_ptr<Switchboard> board_;
+  std::shared_ptr<RpcAgent> board_;
   std::string factory_;
   std::optional<std::chrono::milliseconds> timeout_;
-  RefPtr seat_;
+  RefPtr session_;
   bool training_ = true;
 };
 

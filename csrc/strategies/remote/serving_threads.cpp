@@ -87,7 +87,7 @@ void ServingThreads::call_someone() {
   // A thread that takes messages looks for jobs by itself, and so does one that ticks, but later.
   if (free < wanted && !stopping_ && may_start) start_thread();
   if (ticking_ + asleep_ > 0 && (!leads_ || wanted > 1 || drivers_ > 0)) changed_.notify_one();
-  if (leads_ && drivers_ > 0) shm::ring(source_.bell());
+  if (leads_ && drivers_ > 0) shm::ring(source_.futex());
 }
 
 void ServingThreads::stop() {
@@ -99,7 +99,7 @@ void ServingThreads::stop() {
     ended.swap(all_);
     ended.splice(ended.end(), ended_);
   }
-  shm::ring(source_.bell());
+  shm::ring(source_.futex());
   for (std::thread& thread : ended) thread.join();
 }
 
@@ -108,7 +108,7 @@ void ServingThreads::leave() {
   stopping_ = left_ = true;
   jobs_.clear();
   changed_.notify_all();
-  shm::ring(source_.bell());
+  shm::ring(source_.futex());
   changed_.wait_for(lock, kGrace, [this] { return in_jobs_ == 0; });
 }
 
@@ -270,13 +270,13 @@ bool ServingThreads::drive(const Enough& enough, std::optional<Clock::time_point
       ::sched_yield();
     } while (Clock::now() < yield_until);
 
-    const shm::Asleep asleep(source_.bell());
+    const shm::Asleep asleep(source_.futex());
     for (bool moved = false; !moved;) {
-      const uint32_t seen = source_.bell().rung.load(std::memory_order_seq_cst);
+      const uint32_t seen = source_.futex().rung.load(std::memory_order_seq_cst);
       moved = source_.poll();
       if (enough()) return true;
       if (is_late()) return enough();
-      if (!moved) shm::sleep_on(source_.bell(), seen);
+      if (!moved) shm::sleep_on(source_.futex(), seen);
     }
   }
 }

@@ -23,7 +23,7 @@ class TRIREME_API Source {
   virtual bool poll() = 0;
   // Checks whether peers live; called every shm::kLookEvery, however many messages come.
   virtual void look() = 0;
-  virtual shm::Bell& bell() = 0;
+  virtual shm::Futex& futex() = 0;
 };
 
 // [Note: who takes messages]
@@ -32,7 +32,7 @@ class TRIREME_API Source {
 // answer polls messages itself, and while none waits, an idle thread polls them and runs the jobs
 // that it finds. If such a job takes long, another thread, which ticks meanwhile, takes over the
 // polling within a millisecond or two. A polling thread spins, yielding to others, for a bounded
-// time, and then sleeps on the bell of the source. An idle thread ticks for a while after it was
+// time, and then sleeps on the futex of the source. An idle thread ticks for a while after it was
 // last of use, and then sleeps as long as another one polls.
 //
 // A job that waits does not count as one of the `threads` jobs that run at one time; another thread

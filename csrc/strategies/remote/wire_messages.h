@@ -17,7 +17,8 @@ namespace trireme::remote {
 // the object's.
 enum class MessageKind : uint8_t { kCall = 1, kAnswer, kFailure, kCount, kDrop, kBye };
 
-// The kind of a call. Verbs behind kMakeModule go to the seat of a module (module_seat.h).
+// The kind of a call. Verbs behind kMakeModule go to the session of a module
+// (remote_module_session.h).
 enum class Verb : int64_t {
   kFunction,
   kCreate,

@@ -46,7 +46,7 @@ void Zero::fused_adam_step(const std::vector<FusedAdamGroup>& groups) {
       target.scalars = adam_scalars(group.options, count_up(group, i));
     }
   }
-  landing_->visit_sums([&](const SumPiece& sums) {
+  delivery_->visit_sums([&](const SumPiece& sums) {
     const Target& target = targets[static_cast<size_t>(sums.parameter)];
     if (target.segment.param == nullptr) return;  // its group does not train it
     const SegmentDtypes dtypes{target.dtype, sums.values.dtype};

@@ -58,13 +58,13 @@ Zero::Zero(NamedParameters parameters, std::shared_ptr<Communicator> communicato
   GradReducerOptions reducing;
   reducing.area = "zero";
   reducing.bucket_prefix = "optimizer " + std::to_string(number) + ", ";
-  arming_ = std::make_shared<Arming>(/*at_parameters=*/true);
-  landing_ = std::make_shared<ShardLanding>(arming_, OwnShards{plan_, communicator_->rank()},
-                                            options_.fused_step);
+  trigger_ = std::make_shared<BackwardTrigger>(/*at_parameters=*/true);
+  delivery_ = std::make_shared<ShardDelivery>(trigger_, OwnShards{plan_, communicator_->rank()},
+                                              options_.fused_step);
   GradReducerParts parts;
   parts.communicator = communicator_;
-  parts.arming = arming_;
-  parts.landing = landing_;
+  parts.trigger = trigger_;
+  parts.delivery = delivery_;
   reducer_ = GradReducer::make(parameters, std::move(parts), reducing);
   watch_gradients();
 }
@@ -99,18 +99,18 @@ int64_t Zero::agree_on_options() const {
   std::vector<int64_t> told = own;
   for (const int64_t option : own) told.push_back(-option);  // the maximum of which is the minimum
   told.push_back(last_number + 1);
-  const at::Tensor wire = at::tensor(told, at::kLong).to(infos_.front().device);
-  communicator_->all_reduce({wire}, ReduceOp::kMax, "options").wait();
+  const at::Tensor transport = at::tensor(told, at::kLong).to(infos_.front().device);
+  communicator_->all_reduce({transport}, ReduceOp::kMax, "options").wait();
   const auto numel = static_cast<int64_t>(own.size());
-  const at::Tensor highest = wire.narrow(0, 0, numel);
-  const at::Tensor lowest = wire.narrow(0, numel, numel).neg();
+  const at::Tensor highest = transport.narrow(0, 0, numel);
+  const at::Tensor lowest = transport.narrow(0, numel, numel).neg();
   TORCH_CHECK_VALUE(at::equal(highest, lowest),
                     error_text("zero",
                                "got options that differ between the ranks, expected one stage, "
                                "placement, host_params and fused_step; here stage " +
                                    std::to_string(options_.stage),
                                communicator_->rank_of(), "Pass the same on all ranks."));
-  const int64_t agreed = wire[2 * numel].item<int64_t>();
+  const int64_t agreed = transport[2 * numel].item<int64_t>();
   last_number = agreed;
   return agreed;
 }
@@ -263,9 +263,9 @@ bool Zero::begin_step(const ZeroStep& step) {
     if (parameters_[i].grad().defined() && !has_fit_gradient(i))
       flags.unfit_gradient = static_cast<int64_t>(i);
   }
-  if (landing_) {
+  if (delivery_) {
     const std::vector<int64_t> changed =
-        landing_->changed_gradients(step.scaler_writes.value_or(0));
+        delivery_->changed_gradients(step.scaler_writes.value_or(0));
     if (!changed.empty()) flags.changed_gradient = changed.front();
     const FactorRange factor = gradient_factor();
     flags.least_factor = in_order(factor.least);
@@ -311,7 +311,7 @@ void Zero::end_step() {
   }
   take_samples();
   // A GradScaler has written to the zeros that other ranks own.
-  if (landing_ && std::exchange(scaler_wrote_, false)) landing_->keep_own_gradients();
+  if (delivery_ && std::exchange(scaler_wrote_, false)) delivery_->keep_own_gradients();
   if (reducer_) reducer_->notice_changes();
 }
 
@@ -365,14 +365,14 @@ void Zero::settle_storages() {
 }
 
 void Zero::set_synchronize(bool synchronize) {
-  if (arming_) arming_->set_synchronize(synchronize);
+  if (trigger_) trigger_->set_synchronize(synchronize);
 }
 
 GradNormPart Zero::gradients(const std::vector<int64_t>& parameters) const {
   GradNormPart part;
   part.device = infos_.front().device;
   if (reducer_) {
-    landing_->settle_sums();
+    delivery_->settle_sums();
     part.sharded_over = communicator_;
   }
   for (const int64_t parameter : parameters) {
@@ -387,7 +387,7 @@ GradNormPart Zero::gradients(const std::vector<int64_t>& parameters) const {
 void Zero::zero_grad(bool set_to_none) {
   const at::NoGradGuard no_grad;
   std::vector<int64_t> foreign;
-  if (landing_) foreign = landing_->changed_gradients();
+  if (delivery_) foreign = delivery_->changed_gradients();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     at::Tensor& grad = parameters_[i].mutable_grad();
     shards_[i].mutable_grad().reset();
@@ -402,7 +402,7 @@ void Zero::zero_grad(bool set_to_none) {
   }
   if (!reducer_) return;
   delivered_->clear();
-  landing_->drop_set_aside();
+  delivery_->drop_set_aside();
   reducer_->notice_changes();
 }
 
@@ -410,8 +410,8 @@ void Zero::retire() {
   if (reducer_)
     for (const at::Tensor& parameter : parameters_) parameter.mutable_grad().reset();
   reducer_.reset();
-  landing_.reset();
-  arming_.reset();
+  delivery_.reset();
+  trigger_.reset();
   parameters_.clear();
   places_.clear();
   shards_.clear();

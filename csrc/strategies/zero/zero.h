@@ -7,7 +7,7 @@
 #include <trireme/memory/shard_plan.h>
 #include <trireme/memory/tensor_samples.h>
 #include <trireme/optim/grad_norm.h>
-#include <trireme/strategies/zero/shard_landing.h>
+#include <trireme/strategies/zero/shard_delivery.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -22,7 +22,8 @@ namespace trireme {
 // [Note: the step of a sharded optimizer]
 //
 //   backward       stage 1: the user's gradients, whole on every rank (DDP averages them)
-//                  stage 2: grad_hook -> bucket -> wire -> shard_landing: shards of the average
+//                  stage 2: grad_hook -> bucket -> transport -> shard_delivery: shards of the
+//                  average
 //   begin_step     one small all-reduce, which returns when all ranks have come: no rank reads the
 //                  parameters any more, and all know of errors on any
 //   step           each rank's optimizer, over its shards
@@ -142,14 +143,14 @@ class TRIREME_API Zero {
 
   // Sets whether backwards average gradients; if not, they accumulate on this rank.
   void set_synchronize(bool synchronize);
-  // Return the reducer, and its Arming; null under stage 1.
+  // Return the reducer, and its BackwardTrigger; null under stage 1.
   GradReducer* reducer() { return reducer_.get(); }
-  const std::shared_ptr<Arming>& arming() const { return arming_; }
+  const std::shared_ptr<BackwardTrigger>& trigger() const { return trigger_; }
 
   // Returns whether the last backward has left the sums of gradients to fused_adam_step(); summed()
   // returns of which parameters. gradients() makes them after all.
-  bool has_sums() const { return landing_ && landing_->has_sums(); }
-  const std::vector<bool>& summed() const { return landing_->summed(); }
+  bool has_sums() const { return delivery_ && delivery_->has_sums(); }
+  const std::vector<bool>& summed() const { return delivery_->summed(); }
   // Sums up, averages and steps every shard that a group holds, between begin_step() and
   // end_step().
   void fused_adam_step(const std::vector<FusedAdamGroup>& groups);
@@ -221,8 +222,8 @@ class TRIREME_API Zero {
   TensorSamples samples_;               // samples of places_; none while a step writes
   std::shared_ptr<TensorSamples> delivered_;  // samples of own gradients, under stage 2
   // stage 2 only
-  std::shared_ptr<Arming> arming_;
-  std::shared_ptr<ShardLanding> landing_;
+  std::shared_ptr<BackwardTrigger> trigger_;
+  std::shared_ptr<ShardDelivery> delivery_;
   std::shared_ptr<GradReducer> reducer_;
   bool writing_ = false;  // since begin_writing()
   bool scaler_wrote_ = false;

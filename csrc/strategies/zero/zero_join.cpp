@@ -39,7 +39,7 @@ void ZeroJoin::enter_join(Join* join, const JoinOptions& /*options*/) {
   if (optimizer_.cores().empty() || !averages()) return;
   std::function<void()> armed;
   if (join_ != nullptr) armed = [this] { join_->tell(*this, {kBackward}); };
-  optimizer_.cores().front()->arming()->set_armed_callback(std::move(armed));
+  optimizer_.cores().front()->trigger()->set_armed_callback(std::move(armed));
 }
 
 void ZeroJoin::set_join_divisor(double divisor) {

@@ -161,10 +161,10 @@ void ZeroOptimizer::add_core(NamedParameters parameters) {
   parameters_.insert(parameters_.end(), tensors.begin(), tensors.end());
   const std::vector<at::Tensor>& shards = cores_.back()->shards();
   shards_.insert(shards_.end(), shards.begin(), shards.end());
-  std::vector<std::shared_ptr<Arming>> armings;
+  std::vector<std::shared_ptr<BackwardTrigger>> armings;
   for (const auto& core : cores_)
-    if (core->arming()) armings.push_back(core->arming());
-  Arming::arm_together(armings);
+    if (core->trigger()) armings.push_back(core->trigger());
+  BackwardTrigger::arm_together(armings);
 }
 
 // An optimizer that has some of another one's parameters must have all.

@@ -71,9 +71,9 @@ void Zero::agree_on_moved(const Flags& flags, Moved expected) {
     }
     told[numel + i] = -told[i];  // the highest of which is the lowest
   }
-  const at::Tensor wire = own.to(infos_.front().device);
-  communicator_->all_reduce({wire}, ReduceOp::kMax, "step gate: other data").wait();
-  const at::Tensor highest = wire.cpu();
+  const at::Tensor transport = own.to(infos_.front().device);
+  communicator_->all_reduce({transport}, ReduceOp::kMax, "step gate: other data").wait();
+  const at::Tensor highest = transport.cpu();
   const auto* all = highest.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < numel; ++i) {
     if (all[i] == -all[numel + i]) continue;

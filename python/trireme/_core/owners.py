@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from trireme._C import Communicator, HeldBackwards, Zero
+from trireme._C import Communicator, DeferredSync, Zero
 from trireme._core.joined_steps import JoinedSteps
 
 
@@ -75,7 +75,7 @@ class ShardingUnit(Protocol):
     def in_join(self) -> JoinedSteps | None:
         """What tells ranks that have run out of inputs in a ``Join``, if this one has not."""
 
-    def held_backwards(self) -> HeldBackwards:
+    def deferred_sync(self) -> DeferredSync:
         """Says to a pipeline how to hold back its averaging."""
 
 

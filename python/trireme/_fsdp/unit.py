@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trireme._C import Communicator, HeldBackwards, ParamGroup, ParamPlace, UnitOffload
+from trireme._C import Communicator, DeferredSync, ParamGroup, ParamPlace, UnitOffload
 from trireme._core.find_tensors import find_tensors
 from trireme._core.joined_steps import JoinedSteps
 from trireme._core.meshes import is_cut, ranks_of
@@ -248,10 +248,10 @@ class FsdpUnit:
             is_root = self.is_root and part is self
             core.abandon_forward(part.group, is_root, f"{type(error).__name__}: {error}")
 
-    def held_backwards(self) -> HeldBackwards:
+    def deferred_sync(self) -> DeferredSync:
         """Says to a pipeline how to hold back its averaging."""
         assert self.group is not None
-        return self.group.held_backwards()
+        return self.group.deferred_sync()
 
     # for torch's pipelining and FSDPModule
 

@@ -88,7 +88,7 @@ class Pipeline(ScalesLosses, nn.Module):
         ranks: True for a pipeline over all ranks. False for one in this process, which needs no
             process group: its steps raise what a layer raised, with a note that says where.
         mesh: The ranks of the pipeline, in place of ``ranks``: a DeviceMesh of one dimension, or
-            with one named "pp". Along the other one are copies of the pipeline, each with batches
+            with one named "pp". Along the other one are replicas of the pipeline, each with batches
             of its own, which average their gradients.
         schedule: A name or a table for :func:`pipeline_schedule`, or a schedule.
         loss: Called with what the last layer returns for a micro-batch, and its target; returns a
@@ -138,13 +138,13 @@ class Pipeline(ScalesLosses, nn.Module):
         if loss is not None and not callable(loss):
             got = f"got {type(loss).__name__} as loss, expected what can be called, or None"
             refuse(got, "Pass a function, such as torch.nn.functional.mse_loss.", kind=TypeError)
-        self._group = self._all = self._copies = None
+        self._group = self._all = self._replicas = None
         if self._is_threaded:
             self._communicator = _C.lone_communicator()
         else:
             self._group, copies, self._all = groups_of(mesh)
             self._communicator = communicator_of(self._group)
-            self._copies = communicator_of(copies) if copies is not None else None
+            self._replicas = communicator_of(copies) if copies is not None else None
         self._devices_of_rows = [] if devices is None else checked_devices(devices)
         self._synchronizes = True
         self._chunks, self._dim = chunks, dim
@@ -240,7 +240,7 @@ class Pipeline(ScalesLosses, nn.Module):
             self._scale_grads,
             self._skips_of_stages(),
             tied,
-            self._copies,
+            self._replicas,
         )
 
     def _agree_on_layers(
@@ -376,7 +376,7 @@ class Pipeline(ScalesLosses, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Steps in it only accumulate gradients on this rank: neither copies of the pipeline nor
+        """Steps in it only accumulate gradients on this rank: neither replicas of the pipeline nor
         strategies around its layers average them. The first step after it averages what has come
         together. All copies enter it alike."""
         before, self._synchronizes = self._synchronizes, False

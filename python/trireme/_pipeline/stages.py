@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trireme import _C
-from trireme._C import BatchVersions, Communicator, HeldBackwards
+from trireme._C import BatchVersions, Communicator, DeferredSync
 from trireme._core.errors import note, text_of
 from trireme._core.sent_gradients import sends_gradients
 from trireme._pipeline import refuse
@@ -240,7 +240,7 @@ class HeldTensors:
 
     parameters: Named
     buffers: Named
-    strategies: list[HeldBackwards]
+    strategies: list[DeferredSync]
 
 
 def held_by(layers: Mapping[str, nn.Module], seen: set[int]) -> HeldTensors:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from trireme._C import Ddp, HeldBackwards
+from trireme._C import Ddp, DeferredSync
 from trireme._core.owners import unit_of
 from trireme._pipeline import refuse
 
@@ -17,7 +17,7 @@ class Strategies:
     """Those around some layers, of which the core does not know by itself."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
-        self.held: list[HeldBackwards] = []
+        self.held: list[DeferredSync] = []
         self.parameters: set[int] = set()
         """The ids of parameters that they average."""
         self._inside: set[nn.Module] = set()
@@ -51,7 +51,7 @@ class Strategies:
         def finish() -> None:
             module.require_forward_param_sync = bool(before)
 
-        self.held.append(HeldBackwards(hold, prepare, finish))
+        self.held.append(DeferredSync(hold, prepare, finish))
         self.parameters.update(
             id(parameter) for parameter in module.parameters() if parameter.requires_grad
         )
@@ -65,7 +65,7 @@ class Strategies:
         for unit in filter(None, map(unit_of, parameters)):
             if id(unit) not in units:
                 units.add(id(unit))
-                self.held.append(unit.held_backwards())
+                self.held.append(unit.deferred_sync())
         self.parameters.update(map(id, parameters))
 
     def _hold_torchs_units(self, module: FSDPModule) -> None:
@@ -98,4 +98,4 @@ class Strategies:
         def prepare() -> None:
             """It is finish() that averages."""
 
-        self.held.append(HeldBackwards(hold, prepare, finish))
+        self.held.append(DeferredSync(hold, prepare, finish))

@@ -29,18 +29,18 @@ const std::vector<Engine> kEngines{Engine::kShm, Engine::kGloo};
 using Tensors = std::vector<at::Tensor>;
 using Texts = std::vector<std::string>;
 
-// Takes until enough has come, asleep on the bell in between.
+// Takes until enough has come, asleep on the futex in between.
 void take_until(MessageBox& box, const std::function<bool()>& is_enough,
                 const std::function<void(MessageBox::Arrival&)>& see) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(25);
   while (true) {
-    const shm::Asleep asleep(box.bell());
-    const uint32_t rung = box.bell().rung.load();
+    const shm::Asleep asleep(box.futex());
+    const uint32_t rung = box.futex().rung.load();
     for (MessageBox::Arrival& arrival : box.take_arrivals()) see(arrival);
     if (is_enough()) return;
     if (std::chrono::steady_clock::now() > deadline) throw std::runtime_error("nothing comes");
     box.look();
-    shm::sleep_on(box.bell(), rung);
+    shm::sleep_on(box.futex(), rung);
   }
 }
 

@@ -1,10 +1,10 @@
 // Messages of tensors from rank to rank, through the memory of a host and over Gloo.
 
-#include <trireme/comm/make_channels.h>
 #include <trireme/comm/tensor_channel.h>
 
 #include <trireme/comm/backend/shm_backend.h>
 #include <trireme/comm/launch/make_communicator.h>
+#include <trireme/comm/make_channels.h>
 
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>

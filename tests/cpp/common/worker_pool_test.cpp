@@ -156,8 +156,8 @@ TEST_CASE("the caller may have threads of its own serve the pool") {
   {
     WorkerPool pool(cpu_devices(2), {1, 1});
     for (const size_t worker : {0, 1}) {
-      threads.emplace_back([&left, seat = pool.seat(worker)] {
-        seat();
+      threads.emplace_back([&left, worker_loop = pool.worker_loop(worker)] {
+        worker_loop();
         ++left;
       });
       expected.push_back(threads.back().get_id());

@@ -25,12 +25,12 @@ bool learns_sharded(torch::nn::Linear net, const at::Tensor& input) {
 
 // Beside what is used below: trireme.h has all that a program needs.
 using trireme::clip_grad_norm_;
-using trireme::counterparts_of;
 using trireme::CustomCommunicator;
+using trireme::duplicate;
 using trireme::make_shm_group;
 using trireme::memory_of;
-using trireme::neighbours_of;
-using trireme::twin_of;
+using trireme::split_contiguous;
+using trireme::split_strided;
 using trireme::ps::ParameterServer;
 
 int main() {

@@ -1,11 +1,11 @@
-// Wire tests: what one backward sends, in which order, and what it leaves in .grad. One rank runs;
-// the recorded group plays a peer that holds the same gradients, so the average is this rank's own
-// gradient.
+// Transport tests: what one backward sends, in which order, and what it leaves in .grad. One rank
+// runs; the recorded group plays a peer that holds the same gradients, so the average is this
+// rank's own gradient.
 
 #include <trireme/grad/grad_reducer.h>
 
 #include <trireme/comm/recording_communicator.h>
-#include <trireme/strategies/ddp/whole_landing.h>
+#include <trireme/strategies/ddp/whole_delivery.h>
 
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
@@ -30,16 +30,17 @@ struct Chain {
     }
     if (options.caps.bytes == GradReducerOptions().caps.bytes)
       options.caps = {{16}};  // one parameter per bucket
-    GradReducerParts parts{wire, arming, std::make_shared<WholeLanding>(arming, as_bucket_view)};
+    GradReducerParts parts{transport, trigger,
+                           std::make_shared<WholeDelivery>(trigger, as_bucket_view)};
     reducer = GradReducer::make(parameters, std::move(parts), options);
   }
 
   // Uses the parameters whose letters are given, in that order.
   at::Tensor forward(const std::string& used, bool synchronize = true) {
-    arming->before_forward();
+    trigger->before_forward();
     at::Tensor y = at::ones({4});
     for (const char name : used) y = y * weights[names.find(name)];
-    arming->after_forward({y}, synchronize);
+    trigger->after_forward({y}, synchronize);
     return y;
   }
   void step(const std::string& used, bool synchronize = true) {
@@ -54,7 +55,7 @@ struct Chain {
   // "d c b a" for four all-reduces of one gradient each.
   std::string sent() const {
     std::string text;
-    for (const WireRecord& record : wire->records()) {
+    for (const WireRecord& record : transport->records()) {
       if (record.verb != "all_reduce") continue;
       const size_t colon = record.label.find(": ");
       text += (text.empty() ? "" : " ") +
@@ -65,9 +66,9 @@ struct Chain {
 
   std::string names;
   std::vector<at::Tensor> weights;
-  std::shared_ptr<RecordingCommunicator> wire =
+  std::shared_ptr<RecordingCommunicator> transport =
       std::make_shared<RecordingCommunicator>(RankOf{0, 2});
-  std::shared_ptr<Arming> arming = std::make_shared<Arming>();
+  std::shared_ptr<BackwardTrigger> trigger = std::make_shared<BackwardTrigger>();
   std::shared_ptr<GradReducer> reducer;
 };
 
@@ -77,16 +78,16 @@ TEST_CASE("one step sends every bucket once, the used-map behind the last gradie
   Chain chain("abcd");
   chain.step("abcd");
   CHECK(chain.sent() == "d c b a");
-  const std::vector<WireRecord>& records = chain.wire->records();
+  const std::vector<WireRecord>& records = chain.transport->records();
   REQUIRE(records.size() == 5);
   CHECK(records[0].bytes == 16);
   CHECK(records[3].bytes == 16 + 5 * 4);  // four counts and the flag of a changed plan
   CHECK(records[3].dtypes == std::vector<std::string>{"Float"});
   CHECK(records[4].verb == "broadcast");  // the order that the first backward taught; never again
   chain.zero_grad();
-  chain.wire->clear();
+  chain.transport->clear();
   chain.step("abcd");
-  CHECK(chain.wire->records().size() == 4);
+  CHECK(chain.transport->records().size() == 4);
 }
 
 TEST_CASE("gradients are the average and final when backward returns") {
@@ -100,7 +101,7 @@ TEST_CASE("buckets follow the order in which gradients arrived in the first back
   chain.step("dbca");  // gradients arrive a c b d
   CHECK(chain.sent() == "d c b a");
   chain.zero_grad();
-  chain.wire->clear();
+  chain.transport->clear();
   chain.step("dbca");
   CHECK(chain.sent() == "a c b d");
 }
@@ -109,7 +110,7 @@ TEST_CASE("an unused head holds back nobody") {
   Chain chain("abch");
   chain.step("abc");
   chain.zero_grad();
-  chain.wire->clear();
+  chain.transport->clear();
   std::vector<std::string> sent_before_end;
   at::Tensor y = chain.forward("abc");
   // The gradient of a is the last thing that this backward computes; what is sent by then was
@@ -137,7 +138,7 @@ TEST_CASE("a parameter that nobody used keeps its .grad to the last bit") {
 TEST_CASE("no_sync sends nothing and the next step averages what has come together") {
   Chain chain("ab");
   chain.step("ab", /*synchronize=*/false);
-  CHECK(chain.wire->records().empty());
+  CHECK(chain.transport->records().empty());
   const at::Tensor accumulated = chain.grad('a');
   chain.step("ab");
   CHECK(chain.sent() == "b a");
@@ -237,32 +238,33 @@ TEST_CASE("ranges of a bucket are no views for autograd") {
   CHECK_NOTHROW(chain.grad('a').detach_());
 }
 
-TEST_CASE("reduce_dtype changes the wire and not .grad") {
+TEST_CASE("reduce_dtype changes the transport and not .grad") {
   GradReducerOptions options;
   options.reduce_dtype = at::kBFloat16;
   Chain chain("ab", options);
   chain.step("ab");
-  CHECK(chain.wire->records()[0].dtypes == std::vector<std::string>{"BFloat16"});
-  CHECK(chain.wire->records()[0].bytes == 16);  // both gradients: half the bytes under the same cap
-  CHECK(chain.sent() == "b .. a used-map");     // bfloat16 cannot count ranks
+  CHECK(chain.transport->records()[0].dtypes == std::vector<std::string>{"BFloat16"});
+  CHECK(chain.transport->records()[0].bytes ==
+        16);                                 // both gradients: half the bytes under the same cap
+  CHECK(chain.sent() == "b .. a used-map");  // bfloat16 cannot count ranks
   CHECK(chain.grad('a').scalar_type() == at::kFloat);
   CHECK(at::equal(chain.grad('a'), at::full({4}, 2.0F)));
 }
 
-TEST_CASE("grad_dtype changes the wire and .grad, from the backward on that follows") {
+TEST_CASE("grad_dtype changes the transport and .grad, from the backward on that follows") {
   Chain chain("ab");
   chain.step("ab");
   chain.zero_grad();
   chain.weights[0].set_grad_dtype(at::kDouble);
   for (int step = 0; step < 2; ++step) {
-    chain.wire->clear();
+    chain.transport->clear();
     chain.step("ab");
     CHECK(chain.grad('a').scalar_type() == at::kDouble);
     CHECK(at::equal(chain.grad('a'), at::full({4}, 2.0, at::kDouble)));
     CHECK(chain.grad('b').scalar_type() == at::kFloat);
     chain.zero_grad();
   }
-  CHECK(chain.wire->records()[1].dtypes == std::vector<std::string>{"Double"});
+  CHECK(chain.transport->records()[1].dtypes == std::vector<std::string>{"Double"});
 }
 
 TEST_CASE("two forwards, one backward: one synchronization") {
@@ -288,13 +290,13 @@ TEST_CASE("two forwards, two backwards in the same order: each synchronizes its 
 TEST_CASE("autograd::grad and backward(inputs=) of others arm nothing; of ours they do") {
   Chain chain("ab");
   const at::Tensor input = at::ones({4}).set_requires_grad(true);
-  chain.arming->before_forward();
+  chain.trigger->before_forward();
   const at::Tensor y = input * chain.weights[0] * chain.weights[1];
-  chain.arming->after_forward({y}, true);
+  chain.trigger->after_forward({y}, true);
   torch::autograd::grad({y.sum()}, {input}, {}, /*retain_graph=*/true);
   torch::autograd::grad({y.sum()}, {chain.weights[0]}, {}, /*retain_graph=*/true);
   torch::autograd::backward({y.sum()}, {}, /*retain_graph=*/true, false, {input});
-  CHECK(chain.wire->records().empty());
+  CHECK(chain.transport->records().empty());
   torch::autograd::backward({y.sum()}, {}, false, false, {chain.weights[0]});
   CHECK(chain.sent() == "b a");
 }
@@ -302,16 +304,16 @@ TEST_CASE("autograd::grad and backward(inputs=) of others arm nothing; of ours t
 TEST_CASE("prepare_for_backward synchronizes a no_sync forward") {
   Chain chain("ab");
   const at::Tensor y = chain.forward("ab", /*synchronize=*/false);
-  chain.arming->prepare_for_backward();
+  chain.trigger->prepare_for_backward();
   Chain::backward(y.sum());
   CHECK(chain.sent() == "b a");
 }
 
 TEST_CASE("without output tensors the first gradient arms") {
   Chain chain("ab");
-  chain.arming->before_forward();
+  chain.trigger->before_forward();
   const at::Tensor y = chain.weights[0] * chain.weights[1];
-  chain.arming->after_forward({}, true);
+  chain.trigger->after_forward({}, true);
   Chain::backward(y.sum());
   CHECK(chain.sent() == "b a");
   CHECK(at::equal(chain.grad('a'), at::full({4}, 2.0F)));
@@ -322,26 +324,26 @@ TEST_CASE("freezing and unfreezing: announced in one step, planned in the next")
   chain.step("abc");
   chain.zero_grad();
   chain.weights[2].set_requires_grad(false);
-  chain.wire->clear();
+  chain.transport->clear();
   chain.step("abc");
   CHECK(chain.sent() == "c b a");  // c still has its place and carries zeros
   CHECK_FALSE(chain.grad('c').defined());
-  CHECK(chain.wire->records().back().verb == "all_gather");
+  CHECK(chain.transport->records().back().verb == "all_gather");
   chain.zero_grad();
-  chain.wire->clear();
+  chain.transport->clear();
   chain.step("abc");
   CHECK(chain.sent() == "b a");
   chain.zero_grad();
   chain.weights[2].set_requires_grad(true);
-  chain.wire->clear();
+  chain.transport->clear();
   chain.step("abc");
   CHECK(chain.sent() == "b a c");  // reduced at the end of the very backward that brought it
   CHECK(at::equal(chain.grad('c'), at::full({4}, 4.0F)));
   chain.zero_grad();
-  chain.wire->clear();
+  chain.transport->clear();
   chain.step("abc");
   CHECK(chain.sent() == "b a c");
-  CHECK(chain.wire->records().size() == 3);
+  CHECK(chain.transport->records().size() == 3);
 }
 
 TEST_CASE("manual finalization leaves the wait to the caller") {
@@ -365,8 +367,8 @@ TEST_CASE("an exception in the middle of backward is announced with the last gra
   chain.weights[1].register_hook(
       [](const at::Tensor&) { TORCH_CHECK(false, "the user's own error"); });
   CHECK_THROWS_WITH(Chain::backward(y.sum()), Catch::Contains("the user's own error"));
-  REQUIRE(chain.wire->failure());
-  CHECK_THAT(*chain.wire->failure(),
+  REQUIRE(chain.transport->failure());
+  CHECK_THAT(*chain.transport->failure(),
              Catch::Contains("backward 2 was abandoned after the gradient of 'c' (rank 0 of 2)"));
   CHECK_THROWS_WITH(chain.forward("abc"), Catch::Contains("wrap the module anew"));
 }
@@ -394,7 +396,7 @@ TEST_CASE("the graph of an average goes on into this rank's gradients") {
     chain.step("ab");
     CHECK(at::equal(slope(), at::full({4}, 0.75F)));  // this one made no graph
     chain.zero_grad();
-    chain.wire->clear();
+    chain.transport->clear();
     Chain::backward(kept.square().sum());  // reaches no output, but an average: d / d(b)
     CHECK(chain.sent() == "b a");
     CHECK(at::equal(chain.grad('b'), at::full({4}, 2.0F)));
@@ -436,7 +438,7 @@ TEST_CASE("a join takes part with zeros and leaves .grad alone") {
   chain.step("ab");
   const at::Tensor grad = chain.grad('a');
   const at::Tensor copy = grad.clone();
-  chain.wire->clear();
+  chain.transport->clear();
   chain.reducer->shadow_backward();
   CHECK(chain.sent() == "b a");
   CHECK(chain.grad('a').is_same(grad));

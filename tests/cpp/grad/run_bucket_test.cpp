@@ -1,5 +1,5 @@
-// A bucket that is reduce_scattered, drawn as what goes over the wire: one run per rank, of what
-// that rank owns of each gradient, padded to the longest.
+// A bucket that is reduce_scattered, drawn as what goes over the transport: one run per rank, of
+// what that rank owns of each gradient, padded to the longest.
 
 #include <trireme/grad/run_bucket.h>
 
@@ -16,7 +16,7 @@ namespace {
 
 // Gradients of five and of three elements, of which rank 0 of 2 owns three and two.
 struct Gradients {
-  explicit Gradients(at::ScalarType wire = at::kFloat) {
+  explicit Gradients(at::ScalarType transport = at::kFloat) {
     std::vector<ParameterInfo> infos;
     for (const int64_t numel : {5, 3}) {
       parameters.push_back(at::zeros({numel}).set_requires_grad(true));
@@ -25,7 +25,7 @@ struct Gradients {
     const OwnShards own{std::make_shared<const ShardPlan>(
         make_shard_plan({infos, /*world=*/2, ShardPlacement::kDim0}))};
     PlannedBucket plan;
-    plan.dtype = wire;
+    plan.dtype = transport;
     plan.numel = 8;
     plan.slots = {{0, 0, 5}, {1, 5, 3}};
     bucket = std::make_unique<RunBucket>(plan, parameters, infos, own,
@@ -37,8 +37,8 @@ struct Gradients {
   }
   bool has_any() const { return parameters[0].grad().defined() || parameters[1].grad().defined(); }
   // Runs parted by '|'.
-  std::string wire() const {
-    const at::Tensor runs = bucket->wire().to(at::kFloat).view({2, -1});
+  std::string transport() const {
+    const at::Tensor runs = bucket->transport().to(at::kFloat).view({2, -1});
     std::string picture;
     for (int64_t rank = 0; rank < 2; ++rank) {
       if (rank > 0) picture += "| ";
@@ -55,14 +55,14 @@ struct Gradients {
 }  // namespace
 
 TEST_CASE("runs of what each rank owns, padded with zeros; gradients are gone") {
-  for (const at::ScalarType wire : {at::kFloat, at::kBFloat16, at::kDouble}) {
-    Gradients gradients(wire);
+  for (const at::ScalarType transport : {at::kFloat, at::kBFloat16, at::kDouble}) {
+    Gradients gradients(transport);
     gradients.bucket->begin_step(/*shadow=*/false);
     gradients.set(0, 1);
     gradients.set(1, 6);
     gradients.bucket->complete(2);
-    CHECK(gradients.wire() == "2 4 6 12 14 | 8 10 0 16 0 ");
-    CHECK(gradients.bucket->wire().scalar_type() == wire);
+    CHECK(gradients.transport() == "2 4 6 12 14 | 8 10 0 16 0 ");
+    CHECK(gradients.bucket->transport().scalar_type() == transport);
     CHECK(gradients.bucket->sums().numel() == 5);
     CHECK_FALSE(gradients.has_any());
   }
@@ -77,7 +77,7 @@ TEST_CASE("gradients that come one by one, twice, or not at all") {
   gradients.set(0, 1);
   gradients.bucket->gradient_arrived(0, /*scale=*/1);
   gradients.bucket->complete(1);
-  CHECK(gradients.wire() == "2 4 6 0 0 | 8 10 0 0 0 ");
+  CHECK(gradients.transport() == "2 4 6 0 0 | 8 10 0 0 0 ");
 }
 
 TEST_CASE("what was accumulated before goes too, at the end") {
@@ -87,7 +87,7 @@ TEST_CASE("what was accumulated before goes too, at the end") {
   gradients.set(0, 1);
   gradients.bucket->gradient_arrived(0, /*scale=*/1);
   gradients.bucket->complete(1);
-  CHECK(gradients.wire() == "1 2 3 1 2 | 4 5 0 3 0 ");
+  CHECK(gradients.transport() == "1 2 3 1 2 | 4 5 0 3 0 ");
 }
 
 TEST_CASE("of the sums what was chosen, neighbours as one, and what this rank owns of each") {
@@ -113,7 +113,7 @@ TEST_CASE("a shadow step sends zeros and leaves gradients alone") {
   gradients.set(0, 1);
   gradients.bucket->begin_step(/*shadow=*/true);
   gradients.bucket->complete(1);
-  CHECK(gradients.wire() == "0 0 0 0 0 | 0 0 0 0 0 ");
+  CHECK(gradients.transport() == "0 0 0 0 0 | 0 0 0 0 0 ");
   CHECK(gradients.parameters[0].grad().sum().item<float>() == 15);
 }
 

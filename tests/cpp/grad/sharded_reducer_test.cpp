@@ -4,7 +4,7 @@
 
 #include <trireme/comm/recording_communicator.h>
 #include <trireme/grad/grad_reducer.h>
-#include <trireme/strategies/zero/shard_landing.h>
+#include <trireme/strategies/zero/shard_delivery.h>
 
 #include <torch/csrc/autograd/autograd.h>
 
@@ -41,8 +41,8 @@ struct Sum {
     const OwnShards own{std::make_shared<const ShardPlan>(make_shard_plan(
                             {describe_parameters(parameters), communicator->world(), placement})),
                         communicator->rank()};
-    landing = std::make_shared<ShardLanding>(arming, own);
-    reducer = GradReducer::make(parameters, {communicator, arming, landing}, options);
+    delivery = std::make_shared<ShardDelivery>(trigger, own);
+    reducer = GradReducer::make(parameters, {communicator, trigger, delivery}, options);
   }
 
   void backward(const std::string& used, double factor) {
@@ -52,7 +52,7 @@ struct Sum {
   }
   void zero_grad() {
     for (const at::Tensor& weight : weights) weight.mutable_grad().reset();
-    landing->drop_set_aside();
+    delivery->drop_set_aside();
   }
   at::Tensor grad(char name) const { return weights[names.find(name)].grad(); }
   std::vector<float> values(char name) const {
@@ -64,8 +64,9 @@ struct Sum {
   std::string names;
   std::shared_ptr<Communicator> communicator;
   std::vector<at::Tensor> weights;
-  std::shared_ptr<Arming> arming = std::make_shared<Arming>(/*at_parameters=*/true);
-  std::shared_ptr<ShardLanding> landing;
+  std::shared_ptr<BackwardTrigger> trigger =
+      std::make_shared<BackwardTrigger>(/*at_parameters=*/true);
+  std::shared_ptr<ShardDelivery> delivery;
   std::shared_ptr<GradReducer> reducer;
 };
 
@@ -88,21 +89,21 @@ TEST_CASE("a rank keeps its shard of the average and zeros elsewhere") {
       const Floats own = rank == 0 ? Floats{value, value, 0, 0} : Floats{0, 0, value, value};
       CHECK(sum.values('a') == own);
       CHECK(sum.values('b') == own);
-      CHECK(sum.landing->changed_gradients().empty());
+      CHECK(sum.delivery->changed_gradients().empty());
     }
   }
 }
 
 TEST_CASE("a step without shared memory: one reduce_scatter per bucket, then the used-map") {
-  const auto wire = recorded();
-  Sum sum("abc", wire);
+  const auto transport = recorded();
+  Sum sum("abc", transport);
   sum.backward("abc", 1);  // teaches the order
   sum.zero_grad();
-  wire->clear();
+  transport->clear();
   sum.backward("abc", 1);
   std::vector<std::string> verbs;
   std::vector<int64_t> bytes;
-  for (const WireRecord& record : wire->records()) {
+  for (const WireRecord& record : transport->records()) {
     CHECK(record.dtypes == std::vector<std::string>{"Float"});
     verbs.push_back(record.verb);
     bytes.push_back(record.bytes);
@@ -113,14 +114,14 @@ TEST_CASE("a step without shared memory: one reduce_scatter per bucket, then the
 }
 
 TEST_CASE("a step under another placement: one all-reduce per bucket, the used-map in the last") {
-  const auto wire = recorded();
-  Sum sum("abc", wire, 4, ShardPlacement::kWhole);
+  const auto transport = recorded();
+  Sum sum("abc", transport, 4, ShardPlacement::kWhole);
   sum.backward("abc", 1);  // teaches the order
   sum.zero_grad();
-  wire->clear();
+  transport->clear();
   sum.backward("abc", 1);
   std::vector<int64_t> bytes;
-  for (const WireRecord& record : wire->records()) {
+  for (const WireRecord& record : transport->records()) {
     CHECK(record.verb == "all_reduce");
     bytes.push_back(record.bytes);
   }
@@ -154,34 +155,34 @@ TEST_CASE("backwards that synchronize add up, in the same tensor") {
   CHECK(sum.values('a') == Floats{3, 3, 0, 0});
   CHECK(sum.values('b') == Floats{7, 7, 0, 0});
   CHECK(sum.grad('a').is_same(grad));
-  CHECK(sum.landing->changed_gradients().empty());
+  CHECK(sum.delivery->changed_gradients().empty());
 }
 
 TEST_CASE("without synchronizing gradients accumulate apart from what was averaged") {
-  const auto wire = recorded();
-  Sum sum("ab", wire);
+  const auto transport = recorded();
+  Sum sum("ab", transport);
   sum.backward("ab", 1);
-  wire->clear();
-  sum.arming->set_synchronize(false);
+  transport->clear();
+  sum.trigger->set_synchronize(false);
   sum.backward("ab", 2);
   sum.backward("a", 4);
-  CHECK(wire->records().empty());
+  CHECK(transport->records().empty());
   CHECK(sum.values('a') == Floats{6, 6, 6, 6});  // this rank's alone
-  CHECK(sum.landing->changed_gradients() == Indices{0, 1});
-  sum.arming->set_synchronize(true);
+  CHECK(sum.delivery->changed_gradients() == Indices{0, 1});
+  sum.trigger->set_synchronize(true);
   sum.backward("a", 8);
   CHECK(sum.values('a') == Floats{15, 15, 0, 0});
   CHECK(sum.values('b') == Floats{3, 3, 0, 0});  // not used by this one, but since the last
-  CHECK(sum.landing->changed_gradients().empty());
+  CHECK(sum.delivery->changed_gradients().empty());
 }
 
 TEST_CASE("zero_grad forgets what was set aside") {
   Sum sum("a", recorded());
   sum.backward("a", 1);
-  sum.arming->set_synchronize(false);
+  sum.trigger->set_synchronize(false);
   sum.backward("a", 2);
   sum.zero_grad();
-  sum.arming->set_synchronize(true);
+  sum.trigger->set_synchronize(true);
   sum.backward("a", 4);
   CHECK(sum.values('a') == Floats{4, 4, 0, 0});
 }
@@ -205,16 +206,16 @@ TEST_CASE("a gradient that is not as backward left it is seen") {
   sum.weights[1].mutable_grad() = at::ones({4});
   sum.grad('c').zero_();
   sum.weights[3].mutable_grad().reset();
-  CHECK(sum.landing->changed_gradients() == Indices{0, 1});
-  CHECK(sum.landing->changed_gradients(/*allowed=*/1) == Indices{1});
+  CHECK(sum.delivery->changed_gradients() == Indices{0, 1});
+  CHECK(sum.delivery->changed_gradients(/*allowed=*/1) == Indices{1});
   SECTION("and not forgotten when the next backward adds to it") {
     sum.backward("abcd", 1);
-    CHECK(sum.landing->changed_gradients(/*allowed=*/1) == Indices{0, 1});
+    CHECK(sum.delivery->changed_gradients(/*allowed=*/1) == Indices{0, 1});
   }
   SECTION("until it is gone") {
     sum.zero_grad();
     sum.backward("abcd", 1);
-    CHECK(sum.landing->changed_gradients().empty());
+    CHECK(sum.delivery->changed_gradients().empty());
   }
 }
 

@@ -3,9 +3,9 @@
 // same gradients, so that the average over all four is this rank's own.
 
 #include <trireme/comm/recording_communicator.h>
-#include <trireme/grad/collective_wire.h>
+#include <trireme/grad/collective_transport.h>
 #include <trireme/grad/grad_reducer.h>
-#include <trireme/strategies/fsdp/owner_landing.h>
+#include <trireme/strategies/fsdp/owner_delivery.h>
 
 #include <torch/csrc/autograd/autograd.h>
 
@@ -26,7 +26,8 @@ Floats values_of(const at::Tensor& tensor) {
 // y = (a + b + ...) * factor of the parameters used; each has three floats, of which rank 0 owns
 // two, and all share one bucket.
 struct ShardSum {
-  using Wrap = std::function<std::unique_ptr<Across>(std::unique_ptr<Across> inner)>;
+  using Wrap =
+      std::function<std::unique_ptr<OuterAllReduce>(std::unique_ptr<OuterAllReduce> inner)>;
 
   explicit ShardSum(std::string letters, const Wrap& wrap = {}) : names(std::move(letters)) {
     NamedParameters parameters;
@@ -40,11 +41,11 @@ struct ShardSum {
     const OwnShards own{std::make_shared<const ShardPlan>(make_shard_plan(
                             {describe_parameters(parameters), 2, ShardPlacement::kDim0})),
                         sharers->rank()};
-    landing = std::make_shared<OwnerLanding>(arming, OwnerLanding::Owners{own, owners, true});
-    auto across = make_replica_sum(replicas);
-    if (wrap) across = wrap(std::move(across));
-    auto wire = std::make_unique<CollectiveWire>(all, sharers, std::move(across));
-    reducer = GradReducer::make(parameters, {all, arming, landing, std::move(wire)}, {});
+    delivery = std::make_shared<OwnerDelivery>(trigger, OwnerDelivery::Owners{own, owners, true});
+    auto outer = make_replica_sum(replicas);
+    if (wrap) outer = wrap(std::move(outer));
+    auto transport = std::make_unique<CollectiveTransport>(all, sharers, std::move(outer));
+    reducer = GradReducer::make(parameters, {all, trigger, delivery, std::move(transport)}, {});
   }
 
   void backward(const std::string& used, double factor) {
@@ -69,8 +70,9 @@ struct ShardSum {
       std::make_shared<RecordingCommunicator>(RankOf{0, 2});
   std::vector<at::Tensor> weights;
   std::vector<at::Tensor> owners;
-  std::shared_ptr<Arming> arming = std::make_shared<Arming>(/*at_parameters=*/true);
-  std::shared_ptr<OwnerLanding> landing;
+  std::shared_ptr<BackwardTrigger> trigger =
+      std::make_shared<BackwardTrigger>(/*at_parameters=*/true);
+  std::shared_ptr<OwnerDelivery> delivery;
   std::shared_ptr<GradReducer> reducer;
 };
 
@@ -80,11 +82,11 @@ using Bytes = std::vector<int64_t>;
 
 TEST_CASE("sums that wait are summed up over replicas once, with the next ones") {
   ShardSum sum("ab");
-  sum.landing->defer_all_reduce({true, true});
+  sum.delivery->defer_all_reduce({true, true});
   for (const double factor : {1.0, 2.0}) sum.backward("ab", factor);
   CHECK(sum.replicated_bytes().empty());
   CHECK(sum.grad('a').empty());
-  sum.landing->defer_all_reduce({false, false});
+  sum.delivery->defer_all_reduce({false, false});
   sum.backward("ab", 4);
   CHECK(sum.replicated_bytes() == Bytes{16});
   CHECK(sum.grad('a') == Floats{7, 7});
@@ -95,12 +97,12 @@ TEST_CASE("sums that wait are summed up over replicas once, with the next ones")
 
 TEST_CASE("of one bucket some wait, and the neighbours of others go as one") {
   ShardSum sum("abcd");
-  sum.landing->defer_all_reduce({false, true, false, false});
+  sum.delivery->defer_all_reduce({false, true, false, false});
   sum.backward("abcd", 1);
   CHECK(sum.replicated_bytes() == Bytes{24});  // one list
   CHECK(sum.grad('a') == Floats{1, 1});
   CHECK(sum.grad('b').empty());
-  sum.landing->defer_all_reduce({false, false, false, false});
+  sum.delivery->defer_all_reduce({false, false, false, false});
   sum.backward("acd", 2);  // not b, which some backward before has used
   CHECK(sum.grad('b') == Floats{1, 1});
   CHECK(sum.grad('c') == Floats{3, 3});
@@ -108,46 +110,46 @@ TEST_CASE("of one bucket some wait, and the neighbours of others go as one") {
 
 TEST_CASE("what was accumulated before goes into a sum that waits, once") {
   ShardSum sum("a");
-  sum.arming->set_synchronize(false);
+  sum.trigger->set_synchronize(false);
   sum.backward("a", 1);
-  sum.arming->set_synchronize(true);
-  sum.landing->defer_all_reduce({true});
+  sum.trigger->set_synchronize(true);
+  sum.delivery->defer_all_reduce({true});
   sum.backward("a", 2);
-  sum.landing->defer_all_reduce({false});
+  sum.delivery->defer_all_reduce({false});
   sum.backward("a", 4);
   CHECK(sum.grad('a') == Floats{7, 7});
 }
 
 TEST_CASE("outputs that nobody found do not synchronize what is told not to") {
   ShardSum sum("a");
-  sum.arming->set_synchronize(false);
-  sum.arming->before_forward();
-  sum.arming->after_forward({}, /*synchronize=*/true, /*all_found=*/false);
+  sum.trigger->set_synchronize(false);
+  sum.trigger->before_forward();
+  sum.trigger->after_forward({}, /*synchronize=*/true, /*all_found=*/false);
   sum.backward("a", 1);
   CHECK(sum.all->records().empty());
   CHECK(sum.grad('a').empty());
   CHECK(sum.weights[0].grad().defined());
-  sum.arming->set_synchronize(true);
+  sum.trigger->set_synchronize(true);
   sum.backward("a", 2);
   CHECK(sum.grad('a') == Floats{3, 3});
 }
 
 TEST_CASE("sums that wait outlive backwards that only accumulate, and end with what is dropped") {
   ShardSum sum("ab");
-  sum.landing->defer_all_reduce({true, true});
+  sum.delivery->defer_all_reduce({true, true});
   sum.backward("ab", 1);
-  sum.landing->defer_all_reduce({false, false});
-  sum.landing->hold({true, false});
+  sum.delivery->defer_all_reduce({false, false});
+  sum.delivery->hold({true, false});
   sum.backward("b", 2);
   CHECK(sum.grad('a').empty());
   CHECK(sum.grad('b') == Floats{3, 3});
-  sum.landing->hold({false, false});
+  sum.delivery->hold({false, false});
   SECTION("summed up") {
     sum.backward("b", 4);
     CHECK(sum.grad('a') == Floats{1, 1});
   }
   SECTION("dropped") {
-    sum.landing->drop_accumulated();
+    sum.delivery->drop_accumulated();
     sum.backward("a", 4);
     CHECK(sum.grad('a') == Floats{4, 4});
   }
@@ -156,9 +158,9 @@ TEST_CASE("sums that wait outlive backwards that only accumulate, and end with w
 namespace {
 
 // Notes what goes over to the replicas, and sends half of it.
-class HalfAcross final : public Across {
+class HalfAcross final : public OuterAllReduce {
  public:
-  HalfAcross(std::unique_ptr<Across> inner, std::vector<std::string>& labels)
+  HalfAcross(std::unique_ptr<OuterAllReduce> inner, std::vector<std::string>& labels)
       : inner_(std::move(inner)), labels_(labels) {}
   Pending sum(std::vector<at::Tensor> sums, const std::string& label) override {
     labels_.push_back(label);
@@ -170,22 +172,22 @@ class HalfAcross final : public Across {
   }
 
  private:
-  std::unique_ptr<Across> inner_;
+  std::unique_ptr<OuterAllReduce> inner_;
   std::vector<std::string>& labels_;
 };
 
 }  // namespace
 
-TEST_CASE("what goes across can be wrapped, and is all that replicas get") {
+TEST_CASE("what the outer stage sums can be wrapped, and is all that replicas get") {
   std::vector<std::string> labels;
-  ShardSum sum("ab", [&labels](std::unique_ptr<Across> inner) {
+  ShardSum sum("ab", [&labels](std::unique_ptr<OuterAllReduce> inner) {
     return std::make_unique<HalfAcross>(std::move(inner), labels);
   });
-  sum.landing->defer_all_reduce({false, true});
+  sum.delivery->defer_all_reduce({false, true});
   sum.backward("ab", 4);
   CHECK(sum.replicated_bytes() == Bytes{8});
   CHECK(sum.grad('a') == Floats{2, 2});
-  sum.landing->defer_all_reduce({false, false});
+  sum.delivery->defer_all_reduce({false, false});
   sum.backward("b", 4);
   CHECK(sum.grad('b') == Floats{4, 4});
   CHECK(labels == std::vector<std::string>{"bucket 0: b .. a", "bucket 0: b .. a"});
@@ -193,9 +195,9 @@ TEST_CASE("what goes across can be wrapped, and is all that replicas get") {
 
 TEST_CASE("who asks is shown divided sums, in the order of the plan, before they become .grad") {
   ShardSum sum("abc");
-  sum.landing->set_divide_factors({2, 0, 0});
+  sum.delivery->set_divide_factors({2, 0, 0});
   std::vector<std::vector<int64_t>> shown;
-  sum.landing->set_summed_callback({true, false, true}, [&](const std::vector<OwnSum>& sums) {
+  sum.delivery->set_summed_callback({true, false, true}, [&](const std::vector<OwnSum>& sums) {
     shown.emplace_back();
     for (const OwnSum& own : sums) {
       shown.back().push_back(own.parameter);
@@ -210,14 +212,14 @@ TEST_CASE("who asks is shown divided sums, in the order of the plan, before they
   CHECK(shown == std::vector<std::vector<int64_t>>{{2, 2, 0, 0, 2, 6}});
   CHECK(sum.grad('a') == Floats{60, 60});  // divided by 2 in place of 4
   CHECK(sum.grad('c').empty());            // no rank used it
-  sum.landing->set_summed_callback({true, true, true}, nullptr);
+  sum.delivery->set_summed_callback({true, true, true}, nullptr);
   sum.backward("ab", 1);
   CHECK(sum.grad('a') == Floats{62, 62});
 }
 
 TEST_CASE("what throws when it is shown sums leaves backward, and the others are told") {
   ShardSum sum("a");
-  sum.landing->set_summed_callback({true}, [](const std::vector<OwnSum>& /*sums*/) {
+  sum.delivery->set_summed_callback({true}, [](const std::vector<OwnSum>& /*sums*/) {
     TORCH_CHECK(false, "spilled the coffee");
   });
   CHECK_THROWS_WITH(sum.backward("a", 1), Catch::Contains("spilled the coffee"));

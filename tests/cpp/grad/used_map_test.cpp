@@ -30,9 +30,9 @@ UsedMap sum_of(const std::vector<Rank>& ranks, int64_t among) {
     if (ranks[static_cast<size_t>(rank)].has_changed) own.mark_changed();
     const int64_t share = rank % among + 1 < among ? 1 : 1 - among;
     own.compare(ranks[static_cast<size_t>(rank)].number, share, world);
-    at::Tensor wire = at::empty({3});
-    own.write_to(wire, /*shadow=*/false);
-    sums += wire;
+    at::Tensor transport = at::empty({3});
+    own.write_to(transport, /*shadow=*/false);
+    sums += transport;
   }
   maps.front().start_reading(sums);
   maps.front().finish_reading();

@@ -55,19 +55,19 @@ int64_t bytes_over(RecordingCommunicator& wire) {
   return bytes;
 }
 
-using Wire = std::shared_ptr<RecordingCommunicator>;
+using Transport = std::shared_ptr<RecordingCommunicator>;
 
 // A group of `specs`, resharded among `among` ranks, and what goes over all ranks and over those.
 struct Resharded {
   Resharded(const ThreadRank& rank, int64_t among, std::vector<ShardedParamSpec> specs)
       : all(std::make_shared<RecordingCommunicator>(rank.communicator)),
-        some(std::make_shared<RecordingCommunicator>(neighbours_of(*rank.communicator, among))) {
+        some(std::make_shared<RecordingCommunicator>(split_contiguous(*rank.communicator, among))) {
     ParamGroupRequest request{std::move(specs), all};
     request.reshards_with = some;
     group = std::make_shared<ParamGroup>(std::move(request));
   }
-  Wire all;
-  Wire some;
+  Transport all;
+  Transport some;
   std::shared_ptr<ParamGroup> group;
 };
 
@@ -216,8 +216,8 @@ TEST_CASE("who can be resharded among") {
                Catch::Contains("[fully_shard] got " + std::to_string(among) +
                                " ranks to reshard among (rank 1 of 4). Pass a factor of 4"));
   }
-  CHECK(neighbours_of(*all, 2) == nullptr);
-  CHECK_THAT(error_of<c10::ValueError>([&] { neighbours_of(*all, 3); }),
+  CHECK(split_contiguous(*all, 2) == nullptr);
+  CHECK_THAT(error_of<c10::ValueError>([&] { split_contiguous(*all, 3); }),
              Catch::Contains("got groups of 3 ranks (rank 1 of 4)"));
 }
 

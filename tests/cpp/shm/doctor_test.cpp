@@ -55,8 +55,8 @@ SeenRank rank_at(int64_t rank, const SeenOperation& last, std::string process = 
 }
 
 SeenRank on_errand(SeenRank rank, double seconds) {
-  rank.errand = "all_reduce of bucket 3";
-  rank.errand_s = seconds;
+  rank.context = "all_reduce of bucket 3";
+  rank.wait_s = seconds;
   return rank;
 }
 

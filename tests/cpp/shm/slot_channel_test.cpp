@@ -27,8 +27,8 @@ Segment memory_of(ShmRank& self, int64_t messages) {
   return self.collectives.share_segment(channel_bytes(messages), {}).segment;
 }
 
-void send(SlotSender& sender, int64_t number, int64_t bytes, std::string_view errand = "room") {
-  if (sender.is_full()) sender.wait(errand);
+void send(SlotSender& sender, int64_t number, int64_t bytes, std::string_view context = "room") {
+  if (sender.is_full()) sender.wait(context);
   MessageHead head;
   head.step = 1;
   head.micro_batch = number;

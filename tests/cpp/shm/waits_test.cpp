@@ -184,8 +184,8 @@ TEST_CASE("a wait that spares its group ends alone") {
   Failure failure;
   run_shm_ranks({}, [&](ShmRank& self) {
     const std::atomic<uint64_t> never{0};
-    const Errand errand{"a signal", milliseconds(20), /*spares_group=*/true};
-    if (self.rank == 0) failure = failure_of([&] { self.group.wait_beside(1, never, 1, errand); });
+    const WaitContext context{"a signal", milliseconds(20), /*spares_group=*/true};
+    if (self.rank == 0) failure = failure_of([&] { self.group.wait_beside(1, never, 1, context); });
     self.collectives.barrier({});
   });
   CHECK(failure.kind == FaultKind::kTimeout);

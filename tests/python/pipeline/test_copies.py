@@ -1,4 +1,4 @@
-"""Copies of a pipeline, and strategies around its layers, average gradients once per step."""
+"""Replicas of a pipeline, and strategies around its layers, average gradients once per step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")
 
 
 def meshes() -> tuple[DeviceMesh, int]:
-    """Two copies of a pipeline of two ranks, and the number of this rank's copy."""
+    """Two replicas of a pipeline of two ranks, and the number of this rank's copy."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     return mesh, mesh.get_local_rank("dp")
 

@@ -35,8 +35,8 @@ void PipelineReplicas::begin_step(int64_t step, bool averages) {
       averaging == 0 || averaging == static_cast<double>(communicator_->world()),
       error_text("pipeline",
                  c10::str("got a step that ", averaging, " of ", communicator_->world(),
-                          " copies of the pipeline average, and the others do not"),
-                 communicator_->rank_of(), "Enter no_sync() on all copies or none."));
+                          " replicas of the pipeline average, and the others do not"),
+                 communicator_->rank_of(), "Enter no_sync() on all replicas or none."));
 }
 
 void PipelineReplicas::average(const Tensors& parameters, const std::string& label) {

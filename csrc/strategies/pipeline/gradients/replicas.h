@@ -14,42 +14,45 @@
 
 namespace trireme {
 
-// [Note: copies of a pipeline]
+// [Note: replicas of a pipeline]
 //
-// Each copy of a pipeline has the same stages on as many ranks, and trains on a batch of its own.
-// The ranks that hold the same stages are a group. Here they average gradients, like a
+// Each replica of a pipeline has the same stages on as many ranks, and trains on a batch of its
+// own. The ranks that hold the same stages are a group. Here they average gradients, like a
 // DistributedDataParallel whose backwards are all in no_sync() but for the last micro-batch:
 //
-// * A stage is averaged when its last backward is done, while others still compute. All copies run
+// * A stage is averaged when its last backward is done, while others still compute. All replicas
+// run
 //   the same table, so that they come to the same collectives in the same order, and wait for each
 //   other in no circle.
 // * Gradients are summed where they lie: what a step makes is apart from what .grad held before
 //   (step_gradients.h), so that a step that fails loses nothing. What was there is averaged, too: a
 //   step that did not synchronize may have left it.
-// * A parameter that no copy used keeps its .grad; one that some did not use counts as zeros there.
-//   Sparse gradients stay sparse where all copies have such.
+// * A parameter that no replica used keeps its .grad; one that some did not use counts as zeros
+// there.
+//   Sparse gradients stay sparse where all replicas have such.
 // * Tied parameters are averaged last, by the rank of their first stage alone, between their sum
 //   and its way back: so all their copies get the same bits.
 
-// Averages gradients over the copies of a pipeline. One thread at a time.
+// Averages gradients over the replicas of a pipeline. One thread at a time.
 //
 // Cost of a step: an all-reduce of one number at its beginning; for each stage one of two numbers
 // per parameter, which is waited for, and those of the gradients, which are not.
 class TRIREME_API PipelineReplicas {
  public:
-  // `communicator` has the ranks of all copies that hold the same stages; null for one copy alone.
+  // `communicator` has the ranks of all replicas that hold the same stages; null for one replica
+  // alone.
   explicit PipelineReplicas(std::shared_ptr<Communicator> communicator);
 
   bool exist() const { return communicator_ != nullptr && communicator_->world() > 1; }
   Communicator& communicator() { return *communicator_; }
 
-  // Broadcasts tensors of the first copy to all. Collective.
+  // Broadcasts tensors of the first replica to all. Collective.
   void spread(const std::vector<at::Tensor>& tensors);
 
-  // Collective. Throws ValueError on all copies where one averages and another one does not.
+  // Collective. Throws ValueError on all replicas where one averages and another one does not.
   void begin_step(int64_t step, bool averages);
 
-  // Begins to average .grad of `parameters`, the same ones on all copies. Collective.
+  // Begins to average .grad of `parameters`, the same ones on all replicas. Collective.
   void average(const std::vector<at::Tensor>& parameters, const std::string& label);
   // Waits for the averages: .grad then holds them.
   void finish();
@@ -59,7 +62,7 @@ class TRIREME_API PipelineReplicas {
 
  private:
   std::shared_ptr<Communicator> communicator_;
-  std::optional<GroupAverage> average_;  // nothing for one copy alone
+  std::optional<GroupAverage> average_;  // nothing for one replica alone
 };
 
 }  // namespace trireme

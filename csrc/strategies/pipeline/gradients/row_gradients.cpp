@@ -17,7 +17,7 @@ RowGradients::RowGradients(const PipelineSchedule& schedule,
       scale_grads_(options.scale_grads),
       leads_strategies_(!options.on_threads),
       tied_(schedule, options.tied, communicator),
-      replicas_(options.copies),
+      replicas_(options.replicas),
       unlisted_(options.unlisted ? options.unlisted : std::make_shared<UnlistedGradients>()),
       ends_unlisted_(!options.unlisted) {
   for (const PipelineStageRequest& request : stages) {
@@ -53,7 +53,7 @@ void RowGradients::spread_values(const std::vector<PipelineStageRequest>& stages
 }
 
 void RowGradients::set_parameters(size_t place, NamedParameters parameters,
-                                  std::vector<std::shared_ptr<HeldBackwards>> strategies) {
+                                  std::vector<std::shared_ptr<DeferredSync>> strategies) {
   StageParameters& stage = stages_[place];
   const std::string missing = tied_.set_parameters(stage.stage, parameters);
   if (!missing.empty()) refuse_pipeline("got " + missing, "Make the pipeline anew.");
@@ -70,7 +70,7 @@ bool RowGradients::has_strategies() const {
   for (size_t place = 0; place < stages_.size(); ++place) {
     if (strategies_[place].has_given()) return true;
     for (const at::Tensor& parameter : stages_[place].all)
-      if (held_backwards_of(parameter)) return true;
+      if (deferred_sync_of(parameter)) return true;
   }
   return false;
 }

@@ -1,11 +1,11 @@
 #pragma once
 
-#include <trireme/strategies/pipeline/runner.h>
 #include <trireme/strategies/pipeline/gradients/replicas.h>
 #include <trireme/strategies/pipeline/gradients/stage_strategies.h>
 #include <trireme/strategies/pipeline/gradients/step_gradients.h>
 #include <trireme/strategies/pipeline/gradients/tied_parameters.h>
 #include <trireme/strategies/pipeline/gradients/unlisted_gradients.h>
+#include <trireme/strategies/pipeline/runner.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -17,14 +17,14 @@
 
 namespace trireme {
 
-// Finishes the gradients that a row makes: averages them over copies of the pipeline, sums them
+// Finishes the gradients that a row makes: averages them over replicas of the pipeline, sums them
 // over stages that share parameters, divides them by the number of micro-batches, and adds them to
 // what .grad held. Gradients of parameters that belong to a strategy are left to it.
 //
 // `place` counts the stages of this rank. One thread at a time.
 class RowGradients {
  public:
-  // Collective over the communicator and options.copies. Gives copies and tied parameters the
+  // Collective over the communicator and options.replicas. Gives copies and tied parameters the
   // values of the first one. The communicator outlives it.
   RowGradients(const PipelineSchedule& schedule, const std::vector<PipelineStageRequest>& stages,
                Communicator& communicator, const PipelineEngineOptions& options);
@@ -33,7 +33,7 @@ class RowGradients {
   void set_order(std::vector<size_t> places) { order_ = std::move(places); }
   // Throws ValueError where a tied parameter is missing.
   void set_parameters(size_t place, NamedParameters parameters,
-                      std::vector<std::shared_ptr<HeldBackwards>> strategies);
+                      std::vector<std::shared_ptr<DeferredSync>> strategies);
   std::vector<at::Tensor> later_copies() const { return tied_.later_copies(); }
 
   void recover();

@@ -11,7 +11,7 @@ std::vector<at::Tensor> StageStrategies::begin_step(const std::vector<at::Tensor
   for (const auto& strategy : held_) strategy->hold(true);
   std::vector<at::Tensor> others;
   for (const at::Tensor& parameter : parameters) {
-    std::shared_ptr<HeldBackwards> strategy = held_backwards_of(parameter);
+    std::shared_ptr<DeferredSync> strategy = deferred_sync_of(parameter);
     if (!strategy) {
       others.push_back(parameter);
     } else if (std::find(held_.begin(), held_.end(), strategy) == held_.end()) {

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <trireme/sync/held_backwards.h>
+#include <trireme/sync/deferred_sync.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -16,8 +16,8 @@ namespace trireme {
 // but the last one.
 class StageStrategies {
  public:
-  // `given` are those that held_backwards_of() does not find.
-  explicit StageStrategies(std::vector<std::shared_ptr<HeldBackwards>> given)
+  // `given` are those that deferred_sync_of() does not find.
+  explicit StageStrategies(std::vector<std::shared_ptr<DeferredSync>> given)
       : given_(std::move(given)) {}
 
   bool has_given() const { return !given_.empty(); }
@@ -32,8 +32,8 @@ class StageStrategies {
   void abandon(const std::string& why) noexcept;
 
  private:
-  std::vector<std::shared_ptr<HeldBackwards>> given_;
-  std::vector<std::shared_ptr<HeldBackwards>> held_;
+  std::vector<std::shared_ptr<DeferredSync>> given_;
+  std::vector<std::shared_ptr<DeferredSync>> held_;
 };
 
 }  // namespace trireme

@@ -1,4 +1,5 @@
 #include <trireme/strategies/pipeline/threads/pass_schedule.h>
+
 #include <trireme/strategies/pipeline/schedule_text.h>
 
 #include <utility>

@@ -163,7 +163,7 @@ TEST_CASE("reduce_scatter sums, takes minimum and maximum of lists of small and 
 
 TEST_CASE("verbs of a twin do not mix with those of its communicator") {
   const auto results = on_ranks<std::vector<float>>(2, [](ThreadRank& rank) {
-    const auto twin = twin_of(*rank.communicator);
+    const auto twin = duplicate(*rank.communicator);
     at::Tensor one = held(rank, {4});
     at::Tensor other = held(rank, {4}) * 10;
     const auto on_one = [&] { return rank.communicator->all_reduce({one}, ReduceOp::kSum, "one"); };
@@ -173,7 +173,7 @@ TEST_CASE("verbs of a twin do not mix with those of its communicator") {
     Pending second = in_order ? on_twin() : on_one();
     first.wait();
     second.wait();
-    const bool is_same = twin == twin_of(*rank.communicator);
+    const bool is_same = twin == duplicate(*rank.communicator);
     return std::vector<float>{one[0].item<float>(), other[0].item<float>(),
                               static_cast<float>(is_same)};
   });
@@ -189,13 +189,13 @@ TEST_CASE("neighbours, and those with the same place among them, over Gloo and s
         [&](ThreadRank& rank) {
           Communicator& all = *rank.communicator;
           const auto place = static_cast<size_t>(rank.where.rank);
-          for (const auto& some : {neighbours_of(all, 2), counterparts_of(all, 2)}) {
+          for (const auto& some : {split_contiguous(all, 2), split_strided(all, 2)}) {
             at::Tensor own = held(rank, {1});
             some->all_reduce({own}, ReduceOp::kSum, "some").wait();
             sums[place].push_back(own.item<float>());
           }
-          are_kept[place] = neighbours_of(all, 2) == neighbours_of(all, 2) &&
-                            counterparts_of(all, 2)->world() == 2;
+          are_kept[place] = split_contiguous(all, 2) == split_contiguous(all, 2) &&
+                            split_strided(all, 2)->world() == 2;
         },
         std::chrono::seconds(20), engine);
     CHECK(are_kept == std::vector<int>(4, 1));

@@ -49,9 +49,9 @@ TEST_CASE("texts go over the CPU, or over the one GPU that a group takes tensors
 TEST_CASE("a part gets options of its own, also below a part") {
   const FakeEngines engines = of_cpu_and_gpu();
   const auto communicator = communicator_over(engines);
-  const auto twin = twin_of(*communicator);
+  const auto twin = duplicate(*communicator);
   REQUIRE(twin);
-  CHECK(twin_of(*twin));
+  CHECK(duplicate(*twin));
   for (const auto& engine : {engines.cpu, engines.cuda})
     CHECK(engine->options->global_ranks_in_group.empty());
 }

@@ -325,7 +325,8 @@ TEST_CASE("resharded among two of four ranks a unit is gathered from these in ba
   const Values expected = train_alone<AdamW>(options, 3);
   std::vector<std::string> wires(4);
   const auto found = on_gloo_ranks<Values>(4, [&](ThreadRank& rank) {
-    const auto wire = std::make_shared<RecordingCommunicator>(neighbours_of(*rank.communicator, 2));
+    const auto wire =
+        std::make_shared<RecordingCommunicator>(split_contiguous(*rank.communicator, 2));
     UnevenNet net;
     auto model = fully_shard(
         net, {.communicator = rank.communicator, .reshard_among = 2, .reshards_with = wire});

@@ -51,7 +51,7 @@ struct OwnMixtureImpl : torch::nn::Module {
     const Linear own = whole->experts[static_cast<size_t>(number)];
     expert = register_module(
         "expert" + std::to_string(number),
-        fully_shard(own, {.communicator = counterparts_of(*rank.communicator, kExperts)}));
+        fully_shard(own, {.communicator = split_strided(*rank.communicator, kExperts)}));
     expert->set_gradient_divide_factor(kRanks);
     outer = register_module("outer", whole->outer);
   }
@@ -141,7 +141,7 @@ TEST_CASE("a model of all ranks with experts of two ranks each, over shared memo
 TEST_CASE("a unit that more ranks share than the outermost one is refused") {
   const auto errors = on_shm_ranks<std::string>(2, [](ThreadRank& rank) {
     torch::nn::Sequential net(fully_shard(Linear(4, 4), over(rank)), Linear(4, 4));
-    auto model = fully_shard(net, {.communicator = neighbours_of(*rank.communicator, 1)});
+    auto model = fully_shard(net, {.communicator = split_contiguous(*rank.communicator, 1)});
     return error_of<c10::ValueError>([&] { model->forward(torch::ones({1, 4})); });
   });
   for (const std::string& error : errors) {

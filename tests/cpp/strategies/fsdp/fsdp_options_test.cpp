@@ -115,7 +115,7 @@ TEST_CASE("memory of gathers and gradients comes from where the program says") {
 TEST_CASE("gradients are scattered by a collective of the program's") {
   std::vector<int64_t> calls(2);
   const auto found = on_ranks<Values>(2, Engine::kGloo, [&](ThreadRank& rank) {
-    const std::shared_ptr<Communicator> inner = twin_of(*rank.communicator);
+    const std::shared_ptr<Communicator> inner = duplicate(*rank.communicator);
     const auto scatters = std::make_shared<CustomCommunicator>(inner);
     int64_t& count = calls[static_cast<size_t>(rank.where.rank)];
     const auto allocate = [](int64_t numel, at::ScalarType dtype, c10::Device device) {

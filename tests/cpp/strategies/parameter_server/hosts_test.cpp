@@ -3,7 +3,7 @@
 
 #include <trireme/comm/backend/shm_backend.h>
 #include <trireme/comm/launch/make_communicator.h>
-#include <trireme/strategies/parameter_server/hosts/share_messages.h>
+#include <trireme/strategies/parameter_server/hosts/shard_messages.h>
 #include <trireme/strategies/parameter_server/hosts/table_shares.h>
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>

@@ -41,8 +41,8 @@ class SharedTable {
   }
 
   // Runs each worker on a thread; `work` gets its board and the table as it sees it.
-  void run(const std::function<void(ClockBoard&, DenseSteps&)>& work) {
-    boards_.run([&](const std::shared_ptr<ClockBoard>& board) {
+  void run(const std::function<void(ProgressTable&, DenseSteps&)>& work) {
+    boards_.run([&](const std::shared_ptr<ProgressTable>& board) {
       TableSteps::Parts parts;
       parts.spec = spec_;
       parts.board = board;
@@ -80,7 +80,7 @@ TEST_CASE("blocks that threads step at once") {
   constexpr int64_t kWorkers = 4;
   constexpr int64_t kPushes = 40;
   SharedTable table(kWorkers, Mode::kSsp);
-  table.run([&](ClockBoard&, DenseSteps& steps) {
+  table.run([&](ProgressTable&, DenseSteps& steps) {
     const Gradients all = {at::ones({kLongNumel}), at::ones({kShortNumel})};
     const Gradients some = {at::ones({kLongNumel}), {}};
     for (int64_t push = 0; push < kPushes; ++push)
@@ -88,7 +88,7 @@ TEST_CASE("blocks that threads step at once") {
   });
   bool is_right = false;
   std::vector<int64_t> counts;
-  table.run([&](ClockBoard& board, DenseSteps& steps) {
+  table.run([&](ProgressTable& board, DenseSteps& steps) {
     if (board.worker() != 0) return;
     is_right = is_all(steps.values()[0], kWorkers * kPushes) &&
                is_all(steps.values()[1], kWorkers * kPushes / 2);
@@ -108,7 +108,7 @@ TEST_CASE("clocks whose blocks threads claim together") {
   constexpr int64_t kClocks = 20;
   SharedTable table(kWorkers, Mode::kBsp);
   std::atomic<int64_t> wrong{0};
-  table.run([&](ClockBoard& board, DenseSteps& steps) {
+  table.run([&](ProgressTable& board, DenseSteps& steps) {
     const Gradients all = {at::ones({kLongNumel}), at::ones({kShortNumel})};
     const Gradients some = {{}, at::ones({kShortNumel})};
     for (int64_t clock = 0; clock < kClocks; ++clock) {

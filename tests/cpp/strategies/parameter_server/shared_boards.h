@@ -1,7 +1,7 @@
 #pragma once
 
 #include <trireme/shm/segment.h>
-#include <trireme/strategies/parameter_server/clock_board.h>
+#include <trireme/strategies/parameter_server/progress_table.h>
 
 #include <array>
 #include <catch_torch.h>
@@ -31,7 +31,7 @@ class SharedBoards {
   std::byte* table() { return memory() + plan_.bytes(); }
 
   // Runs each worker on a thread; `work` gets its board.
-  void run(const std::function<void(const std::shared_ptr<ps::ClockBoard>&)>& work) const {
+  void run(const std::function<void(const std::shared_ptr<ps::ProgressTable>&)>& work) const {
     std::vector<std::thread> threads;
     for (const auto& board : boards_) threads.emplace_back([&work, board] { work(board); });
     for (std::thread& thread : threads) thread.join();
@@ -42,20 +42,20 @@ class SharedBoards {
     std::array<std::byte, 64> bytes;
   };
   std::byte* memory() { return reinterpret_cast<std::byte*>(lines_.data()); }
-  std::shared_ptr<ps::ClockBoard> make_board(int64_t worker) {
-    ps::ClockBoard::Request request;
+  std::shared_ptr<ps::ProgressTable> make_board(int64_t worker) {
+    ps::ProgressTable::Request request;
     request.memory = memory();
     request.options = options_;
     request.plan = plan_;
     request.line = worker;
     request.where = {worker, plan_.workers};
-    return std::make_shared<ps::ClockBoard>(std::move(request));
+    return std::make_shared<ps::ProgressTable>(std::move(request));
   }
 
   ps::BoardPlan plan_;
   ps::Options options_;
   std::vector<Line> lines_;
-  std::vector<std::shared_ptr<ps::ClockBoard>> boards_;
+  std::vector<std::shared_ptr<ps::ProgressTable>> boards_;
 };
 
 // A segment of which the first `used` bytes are there.
@@ -66,7 +66,7 @@ inline std::shared_ptr<const shm::Segment> segment_of(int64_t bytes, int64_t use
   return std::make_shared<const shm::Segment>(std::move(segment));
 }
 
-inline ps::Errand test_errand() {
+inline ps::WaitContext test_errand() {
   return {[] { return std::string("a test"); }, "lock"};
 }
 

@@ -39,8 +39,8 @@ class SharedTable {
         rows_(segment_of(row_plan_.bytes, row_plan_.first_bytes())) {}
 
   // Runs each worker on a thread; `work` gets its board and the table as it sees it.
-  void run(const std::function<void(ClockBoard&, SparseSteps&)>& work) {
-    boards_.run([&](const std::shared_ptr<ClockBoard>& board) {
+  void run(const std::function<void(ProgressTable&, SparseSteps&)>& work) {
+    boards_.run([&](const std::shared_ptr<ProgressTable>& board) {
       TableSteps::Parts parts;
       parts.spec = spec_;
       parts.board = board;
@@ -101,7 +101,7 @@ TEST_CASE("rows that threads make, step and read at once") {
   constexpr int64_t kPushes = 60;
   SharedTable table(kWorkers, Mode::kAsync);
   std::atomic<int64_t> mixed{0};
-  table.run([&](ClockBoard& board, SparseSteps& steps) {
+  table.run([&](ProgressTable& board, SparseSteps& steps) {
     std::mt19937_64 drawn(static_cast<uint64_t>(*board.worker()));
     Ones ones(steps.computed());
     std::vector<float> row(kDim);
@@ -119,7 +119,7 @@ TEST_CASE("rows that threads make, step and read at once") {
   });
   CHECK(mixed == 0);
   double sum = 0;
-  table.run([&](ClockBoard& board, SparseSteps& steps) {
+  table.run([&](ProgressTable& board, SparseSteps& steps) {
     if (board.worker() == 0) sum = sum_of_all(steps);
   });
   CHECK(sum == kWorkers * kPushes * 50);
@@ -130,7 +130,7 @@ TEST_CASE("clocks that threads apply together") {
   constexpr int64_t kClocks = 30;
   SharedTable table(kWorkers, Mode::kBsp);
   std::atomic<int64_t> wrong{0};
-  table.run([&](ClockBoard& board, SparseSteps& steps) {
+  table.run([&](ProgressTable& board, SparseSteps& steps) {
     std::mt19937_64 drawn(static_cast<uint64_t>(*board.worker()));
     Ones ones(steps.computed());
     for (int64_t clock = 0; clock < kClocks; ++clock) {

@@ -230,7 +230,7 @@ struct OwnRulesImpl : torch::nn::Module {
 TORCH_MODULE(SyncBatchNorm);
 TORCH_MODULE(OwnRules);
 
-TEST_CASE("copies of a pipeline begin a step with the running statistics of the first") {
+TEST_CASE("replicas of a pipeline begin a step with the running statistics of the first") {
   std::mutex mutex;
   std::vector<std::vector<at::Tensor>> found(2);
   run_thread_ranks(
@@ -238,7 +238,7 @@ TEST_CASE("copies of a pipeline begin a step with the running statistics of the 
       [&](ThreadRank& rank) {
         torch::nn::Sequential net(torch::nn::BatchNorm1d(features()), torch::nn::Linear(6, 6));
         Pipeline<> pipe(net, rank.communicator,
-                        PipelineOptions{.chunks = 2, .copies = 2, .deferred_batch_norm = true});
+                        PipelineOptions{.chunks = 2, .replicas = 2, .deferred_batch_norm = true});
         pipe->step(rows(rank.where.rank), rows(7), loss_of);
         pipe->step(rows(2), rows(7), loss_of);  // all copies see it
         const std::lock_guard<std::mutex> lock(mutex);

@@ -1,9 +1,9 @@
 #include <trireme/strategies/pipeline/gradients/replicas.h>
 
-#include <trireme/sync/no_sync.h>
 #include <trireme/strategies/ddp/distributed_data_parallel.h>
 #include <trireme/strategies/fsdp/fully_shard.h>
 #include <trireme/strategies/pipeline/pipeline.h>
+#include <trireme/sync/no_sync.h>
 
 #include <torch/nn.h>
 
@@ -74,7 +74,7 @@ void step(Pipeline<>& pipe, int64_t number, int64_t copy) {
   pipe->step(rows(number * 10 + copy), rows(number * 10 + copy + 5), loss_of);
 }
 
-TEST_CASE("copies of a pipeline average their gradients") {
+TEST_CASE("replicas of a pipeline average their gradients") {
   const Tensors whole = expected(2, {1});
   for (const char* schedule :
        {"gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v"}) {
@@ -90,8 +90,9 @@ TEST_CASE("copies of a pipeline average their gradients") {
               const at::NoGradGuard no_grad;
               for (const at::Tensor& parameter : own->parameters()) parameter.zero_();
             }
-            Pipeline<> pipe(own, rank.communicator,
-                            PipelineOptions{.chunks = kChunks, .schedule = schedule, .copies = 2});
+            Pipeline<> pipe(
+                own, rank.communicator,
+                PipelineOptions{.chunks = kChunks, .schedule = schedule, .replicas = 2});
             for (int64_t i = 0; i < 3; ++i) {
               pipe->zero_grad();
               step(pipe, 1, copy);
@@ -114,7 +115,7 @@ TEST_CASE("steps without synchronization accumulate in each copy") {
       [&](ThreadRank& rank) {
         const int64_t copy = rank.where.rank / 2;
         Pipeline<> pipe(net(), rank.communicator,
-                        PipelineOptions{.chunks = kChunks, .schedule = "zb-h1", .copies = 2});
+                        PipelineOptions{.chunks = kChunks, .schedule = "zb-h1", .replicas = 2});
         {
           const auto guard = pipe->no_sync();
           step(pipe, 1, copy);
@@ -133,7 +134,7 @@ TEST_CASE("copies must enter no_sync() together") {
   run_thread_ranks(
       2,
       [&](ThreadRank& rank) {
-        Pipeline<> pipe(net(), rank.communicator, PipelineOptions{.chunks = 2, .copies = 2});
+        Pipeline<> pipe(net(), rank.communicator, PipelineOptions{.chunks = 2, .replicas = 2});
         try {
           const bool stays_out = rank.where.rank == 0;
           if (stays_out) return step(pipe, 1, 0);
@@ -147,7 +148,7 @@ TEST_CASE("copies must enter no_sync() together") {
       kTimeout, Engine::kShm);
   REQUIRE(texts.size() == 2);
   for (const std::string& text : texts)
-    CHECK_THAT(text, Catch::Contains("1 of 2 copies of the pipeline average"));
+    CHECK_THAT(text, Catch::Contains("1 of 2 replicas of the pipeline average"));
 }
 
 TEST_CASE("an exception in one copy comes out of all of them, and the next step works") {
@@ -159,7 +160,7 @@ TEST_CASE("an exception in one copy comes out of all of them, and the next step 
       [&](ThreadRank& rank) {
         const int64_t copy = rank.where.rank / 2;
         Pipeline<> pipe(net(), rank.communicator,
-                        PipelineOptions{.chunks = kChunks, .schedule = "1f1b", .copies = 2});
+                        PipelineOptions{.chunks = kChunks, .schedule = "1f1b", .replicas = 2});
         step(pipe, 1, copy);
         int64_t calls = 0;
         try {
@@ -185,7 +186,7 @@ TEST_CASE("copies that do not divide the ranks are refused") {
   run_thread_ranks(
       3,
       [&](ThreadRank& rank) {
-        CHECK_THROWS_WITH(Pipeline<>(net(), rank.communicator, PipelineOptions{.copies = 2}),
+        CHECK_THROWS_WITH(Pipeline<>(net(), rank.communicator, PipelineOptions{.replicas = 2}),
                           Catch::Contains("copies=2 of a pipeline on 3 ranks"));
       },
       kTimeout, Engine::kShm);
@@ -214,13 +215,13 @@ TEST_CASE("layers in DistributedDataParallel average once per step") {
         4,
         [&](ThreadRank& rank) {
           const PipelineRanks ranks =
-              ranks_of_copy(rank.communicator, PipelineOptions{.copies = 2});
+              ranks_of_copy(rank.communicator, PipelineOptions{.replicas = 2});
           torch::nn::Sequential wrapped;
           std::vector<Wrapped> own;
           torch::nn::Sequential plain = net();
           for (auto& layer : *plain) {
             wrapped->push_back(
-                Wrapped(torch::nn::Linear(layer.ptr<torch::nn::LinearImpl>()), ranks.copies));
+                Wrapped(torch::nn::Linear(layer.ptr<torch::nn::LinearImpl>()), ranks.replicas));
             own.push_back(Wrapped(wrapped->ptr<WrappedImpl>(wrapped->size() - 1)));
           }
           Pipeline<> pipe(wrapped, ranks.communicator,
@@ -284,13 +285,13 @@ TEST_CASE("layers in fully_shard average once per step, whether the last backwar
             4,
             [&](ThreadRank& rank) {
               const PipelineRanks ranks =
-                  ranks_of_copy(rank.communicator, PipelineOptions{.copies = 2});
+                  ranks_of_copy(rank.communicator, PipelineOptions{.replicas = 2});
               torch::nn::Sequential sharded;
               torch::nn::Sequential plain = net();
               for (auto& layer : *plain) {
                 torch::nn::Linear linear(layer.ptr<torch::nn::LinearImpl>());
                 sharded->push_back(
-                    AtFirst(fully_shard(linear, {.communicator = ranks.copies}), only_first));
+                    AtFirst(fully_shard(linear, {.communicator = ranks.replicas}), only_first));
               }
               Pipeline<> pipe(sharded, ranks.communicator,
                               PipelineOptions{.chunks = kChunks, .schedule = schedule});

@@ -449,8 +449,8 @@ TEST_CASE("gradients that come to no parameter of a layer are divided") {
 }
 
 TEST_CASE("what a pipeline in one process refuses") {
-  CHECK_THROWS_WITH(Pipeline<>(net_of(2), PipelineOptions{.ranks = false, .copies = 2}),
-                    Contains("got copies=2 of a pipeline in one process"));
+  CHECK_THROWS_WITH(Pipeline<>(net_of(2), PipelineOptions{.ranks = false, .replicas = 2}),
+                    Contains("got replicas=2 of a pipeline in one process"));
   CHECK_THROWS_WITH(Pipeline<>(net_of(1), PipelineOptions{.ranks = false, .threads = 3}),
                     Contains("2 layers and 3 stages") || Contains("fewer"));
   CHECK_THROWS_WITH(Pipeline<>(net_of(1), PipelineOptions{.ranks = false, .threads = -1}),

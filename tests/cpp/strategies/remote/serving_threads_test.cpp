@@ -2,7 +2,7 @@
 
 #include <trireme/strategies/remote/serving_threads.h>
 
-#include <trireme/strategies/remote/housekeeping.h>
+#include <trireme/strategies/remote/deferred_destruction.h>
 #include <trireme/strategies/remote/pending_call.h>
 #include <trireme/strategies/remote/ref_table.h>
 
@@ -35,7 +35,7 @@ class Post final : public Source {
       const std::lock_guard lock(mutex_);
       messages_.push_back(std::move(message));
     }
-    shm::ring(bell_);
+    shm::ring(futex_);
   }
   bool poll() override {
     std::deque<std::function<void()>> taken;
@@ -47,13 +47,13 @@ class Post final : public Source {
     return !taken.empty();
   }
   void look() override { ++looks_; }
-  shm::Bell& bell() override { return bell_; }
+  shm::Futex& futex() override { return futex_; }
   int64_t looks() const { return looks_; }
 
  private:
   std::mutex mutex_;
   std::deque<std::function<void()>> messages_;
-  shm::Bell bell_;
+  shm::Futex futex_;
   std::atomic<int64_t> looks_{0};
 };
 
@@ -141,7 +141,7 @@ TEST_CASE("hundreds of jobs that wait may not be joined, and leave no threads be
         threads.run([&] {
           nest(depth + 1);
           inner = true;
-          shm::ring(post.bell());
+          shm::ring(post.futex());
         });
       });
       CHECK(threads.wait([&] { return inner.load(); }, Clock::now() + kLong));
@@ -159,32 +159,32 @@ TEST_CASE("hundreds of jobs that wait may not be joined, and leave no threads be
 #endif
 
 TEST_CASE("a chore that waits holds up no other") {
-  Housekeeping housekeeping;
+  DeferredDestruction deferred;
   std::latch over(1);
   std::atomic<int64_t> done{0};
   std::atomic<int64_t> tries{0};
   for (int64_t i = 0; i < 3; ++i) {
-    housekeeping.add([&] {
+    deferred.add([&] {
       over.wait();
       return true;
     });
-    housekeeping.add([&] {
+    deferred.add([&] {
       ++done;
       return true;
     });
   }
-  housekeeping.add([&] { return ++tries == 3; });
+  deferred.add([&] { return ++tries == 3; });
   const Clock::time_point until = Clock::now() + kLong;
   while ((done < 3 || tries < 3) && Clock::now() < until) {
-    housekeeping.look();
+    deferred.look();
     std::this_thread::yield();
   }
   CHECK(done == 3);
   CHECK(tries == 3);
-  CHECK_FALSE(housekeeping.is_idle());
+  CHECK_FALSE(deferred.is_idle());
   over.count_down();
-  while (!housekeeping.is_idle() && Clock::now() < until) std::this_thread::yield();
-  CHECK(housekeeping.is_idle());
+  while (!deferred.is_idle() && Clock::now() < until) std::this_thread::yield();
+  CHECK(deferred.is_idle());
 }
 
 TEST_CASE("jobs meet while somebody waits, as many as may run at one time") {
@@ -230,7 +230,7 @@ TEST_CASE("calls are completed once, by whoever is first") {
     calls.lose_all("the end");
     for (const auto& call : all) {
       REQUIRE(call->is_done());
-      std::holds_alternative<Lost>(call->outcome()) ? ++lost : ++answered;
+      std::holds_alternative<Unanswered>(call->outcome()) ? ++lost : ++answered;
     }
   }
   CHECK(lost + answered == 400);
@@ -249,14 +249,14 @@ TEST_CASE("an object goes with its last count, and with the ranks that held it")
   };
   std::atomic<int64_t> alive{0};
   RefTable table;
-  Housekeeping housekeeping;
+  DeferredDestruction deferred;
   run_at_once(4, [&](int64_t holder) {
     for (int64_t i = 0; i < 200; ++i) {
       const int64_t number = table.add(std::make_shared<Object>(alive), "Object", holder);
       table.count(number, holder + 1, 1);
       table.count(number, holder, -1);
       if (i % 2 == 0) table.count(number, holder + 1, -1);
-      housekeeping.add([gone = table.take_gone()]() mutable {
+      deferred.add([gone = table.take_gone()]() mutable {
         gone.clear();
         return true;
       });
@@ -264,7 +264,7 @@ TEST_CASE("an object goes with its last count, and with the ranks that held it")
   });
   for (int64_t holder = 1; holder <= 4; ++holder) table.forget(holder);
   table.take_gone();
-  while (!housekeeping.is_idle()) std::this_thread::yield();
+  while (!deferred.is_idle()) std::this_thread::yield();
   CHECK(alive == 0);
   CHECK(table.classes().empty());
 }

@@ -1,0 +1,101 @@
+#include <trireme/strategies/parameter_server/worker_session.h>
+
+#include <trireme/common/forks.h>
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace trireme::ps {
+
+WorkerSession::WorkerSession(std::shared_ptr<ProgressTable> board)
+    : board_(std::move(board)), forks_(forks_so_far()) {}
+
+bool WorkerSession::is_forked() const { return forks_ != forks_so_far(); }
+
+void WorkerSession::check_open(std::string_view verb) const {
+  const auto refuse = [&](const char* got, const char* next_step) {
+    TORCH_CHECK(false, error_text(kPsArea, c10::str(verb, ": ", got), board_->where(), next_step));
+  };
+  if (is_closed_)
+    refuse("got a server that is closed, expected an open one", "Call close() after the last use.");
+  if (is_forked())
+    refuse("got a forked child of the process that made the server, expected that process",
+           "Use the server in the parent only.");
+}
+
+void WorkerSession::check_worker(std::string_view verb) const {
+  check_open(verb);
+  const auto refuse = [&](const char* got, const char* next_step) {
+    TORCH_CHECK(false, error_text(kPsArea, c10::str(verb, ": ", got), board_->where(), next_step));
+  };
+  if (!board_->worker())
+    refuse("got a rank that serves, expected one that works",
+           "Call serve() on it, and nothing else.");
+  if (has_left_)
+    refuse("got a worker that has left, expected one that is there",
+           "Call leave() after the last clock().");
+}
+
+std::unique_lock<WorkerLock> WorkerSession::turn() const {
+  if (is_forked()) return {};
+  return std::unique_lock(board_->worker_lock());
+}
+
+std::unique_lock<WorkerLock> WorkerSession::enter(std::string_view verb) const {
+  auto turn = this->turn();
+  check_worker(verb);
+  return turn;
+}
+
+std::unique_lock<WorkerLock> WorkerSession::enter_open(std::string_view verb) const {
+  auto turn = this->turn();
+  check_open(verb);
+  return turn;
+}
+
+void WorkerSession::settle_pushes() {
+  while (!unsettled_.empty() && board_->closed() > unsettled_.front().clock) {
+    const ClockPushes& first = unsettled_.front();
+    if (!board_->takes(*board_->worker(), first.clock)) counts_.dropped += first.pushes;
+    unsettled_.pop_front();
+  }
+}
+
+bool WorkerSession::count_push() {
+  ++counts_.pushes;
+  if (board_->options().backup == 0) return true;
+  settle_pushes();
+  if (board_->closed() > board_->clock()) {
+    ++counts_.dropped;
+    return false;
+  }
+  ++open_pushes_;
+  return true;
+}
+
+void WorkerSession::move_clock() {
+  const uint64_t clock = board_->clock();
+  if (board_->options().backup == 0) {
+    board_->set_clock(clock + 1);
+    board_->close_clocks();
+    return;
+  }
+  settle_pushes();
+  const int64_t pushes = std::exchange(open_pushes_, 0);
+  if (board_->closed() > clock) {
+    counts_.dropped += pushes;
+    board_->set_clock(board_->closed());
+  } else {
+    unsettled_.push_back({clock, pushes});
+    board_->set_clock(clock + 1);
+    board_->close_clocks();
+    settle_pushes();
+    if (board_->closed() > clock + 1) board_->set_clock(board_->closed());
+  }
+  board_->close_clocks();
+}
+
+}  // namespace trireme::ps
