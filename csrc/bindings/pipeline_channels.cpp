@@ -1,4 +1,5 @@
 #include <trireme/bindings/bindings.h>
+#include <trireme/comm/communicator.h>
 #include <trireme/comm/make_channels.h>
 #include <trireme/comm/tensor_channel.h>
 

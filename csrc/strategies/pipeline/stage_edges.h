@@ -1,5 +1,6 @@
 #pragma once
 
+#include <trireme/comm/communicator.h>
 #include <trireme/comm/tensor_channel.h>
 #include <trireme/strategies/pipeline/schedule_check.h>
 #include <trireme/strategies/pipeline/stage.h>

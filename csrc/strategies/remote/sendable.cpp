@@ -48,8 +48,10 @@ std::string Place::text() const {
                  "Send it in another form."));
 }
 
-const Place& outermost_of(const Place& place) {
-  return place.outer == nullptr ? place : outermost_of(*place.outer);
+// Returns the argument that a place is in: "args[1]".
+const Place& argument_of(const Place& place) {
+  const bool is_inside = place.outer != nullptr && place.outer->outer != nullptr;
+  return is_inside ? argument_of(*place.outer) : place;
 }
 
 class Check {
@@ -112,7 +114,7 @@ class Check {
   }
   void enter(const Place& place) {
     if (++depth_ > kDeepest)
-      refuse_value(outermost_of(place),
+      refuse_value(argument_of(place),
                    "is nested deeper than " + std::to_string(kDeepest) + " levels");
   }
 

@@ -327,6 +327,13 @@ def check_data(groups: Iterable[tuple[ParamGroup, Sequence[ShardedParameter]]]) 
         )
 
 
+def is_cast(param: ShardedParameter) -> bool:
+    """Whether the user has put another dtype in place of a sharded parameter."""
+    module, name = param.places[0]
+    given = module._parameters[name]
+    return given is not None and given.dtype != next(iter(param.specs))
+
+
 def adopt(
     group: ParamGroup, params: Sequence[ShardedParameter], shards: Sequence[torch.Tensor]
 ) -> None:

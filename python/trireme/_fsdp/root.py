@@ -128,12 +128,12 @@ class FsdpRoot:
         for index, part in zip(indices, parts, strict=True):
             self.params[index].receive(part)
 
-    def settle(self) -> None:
+    def settle(self, casts_wait: bool = False) -> None:
         if self.core is not None and self.core.is_writing:
             unsettled = [unit for unit in self.units if not unit.is_settled]
             check_data((unit.group, unit.params) for unit in unsettled if unit.group is not None)
             for unit in unsettled:
-                unit.settle()
+                unit.settle(casts_wait)
 
     def begin_writing(self) -> None:
         """Waits until no rank reads. Every rank must come."""
@@ -144,7 +144,7 @@ class FsdpRoot:
         """begin_writing() where some ranks may have read since they wrote and others have not: all
         take one turn of reading."""
         if self.core is not None:
-            self.settle()
+            self.settle(casts_wait=True)
             self.core.begin_reading()
             self.core.begin_writing()
 

@@ -28,6 +28,7 @@ from trireme._fsdp.params import (
     adopt,
     check_data,
     copy_shards,
+    is_cast,
     note_casts,
     shard,
 )
@@ -351,9 +352,12 @@ class FsdpUnit:
         """Whether modules hold what the ranks share."""
         return self.group is None or self.group.is_settled
 
-    def settle(self) -> None:
-        """What the user has replaced comes back into the memory that all ranks share."""
+    def settle(self, casts_wait: bool = False) -> None:
+        """What the user has replaced comes back into the memory that all ranks share. With
+        ``casts_wait`` a unit that has been cast stays as it is: it may be cast back."""
         if self.group is None or self.is_settled:
+            return
+        if casts_wait and any(is_cast(param) for param in self.params):
             return
         check_data([(self.group, self.params)])
         adopt(self.group, self.params, self.shards)

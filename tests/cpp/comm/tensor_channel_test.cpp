@@ -3,6 +3,7 @@
 #include <trireme/comm/tensor_channel.h>
 
 #include <trireme/comm/backend/shm_backend.h>
+#include <trireme/comm/communicator.h>
 #include <trireme/comm/launch/make_communicator.h>
 #include <trireme/comm/make_channels.h>
 

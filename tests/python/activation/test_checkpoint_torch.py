@@ -12,6 +12,7 @@ from torch.autograd import grad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from activation.programs import (
     Again,
@@ -168,6 +169,19 @@ def autocast_outside_and_inside(again: Again) -> Values:
         sum(it.float().sum() for it in outputs).backward()
         assert not torch.is_autocast_enabled("cpu")
     return [*found, *gradients(x, model)]
+
+
+@bits
+def a_weight_of_two_selective_checkpoints_under_autocast(again: Again) -> Values:
+    """With autocast's cache the second forward would have no cast of the weight to keep."""
+    operators = torch.ops.aten
+    kept = [operators._to_copy.default, operators.mm.default, operators.addmm.default]
+    contexts = partial(create_selective_checkpoint_contexts, kept)
+    model, (x,) = torch.nn.Linear(6, 6), leaves(1)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        output = again(model, again(model, x, context_fn=contexts), context_fn=contexts)
+    output.float().sum().backward()
+    return [output, *gradients(x, model)]
 
 
 @bits

@@ -136,7 +136,6 @@ NOT_SHARDED = (
     other_order,
     other_memory,
     parts_of_a_vector,
-    there_and_back,
     there_and_back_through_data,
 )
 

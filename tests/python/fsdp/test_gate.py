@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from typing import Any
 
 import pytest
@@ -11,8 +13,8 @@ import trireme
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from fsdp.ranks import assert_parts, evaluate, own, pair, shard_layers, train_both
-from harness.meeting import until_inside
+from fsdp.ranks import assert_parts, evaluate, own, pair, shard_layers, step_both, train_both
+from harness.meeting import until, until_inside
 from harness.models import batch, mlp
 from harness.on_ranks import on_shm_ranks
 from harness.training import alone, scale
@@ -93,6 +95,62 @@ def test_a_forward_waits_for_a_slow_writer(rank: int) -> None:
         ours.model[0].unshard()
         torch.testing.assert_close(ours.model[0].weight, one.model[0].weight)
         ours.model[0].reshard()
+
+
+@on_shm_ranks(2)
+def test_a_thread_that_comes_during_the_pass_of_another_one_waits(rank: int) -> None:
+    """One trains and one evaluates, whichever comes first."""
+    ours, one = pair(mlp)
+    outer, inner = ours.model[1], ours.model[3]
+    order: list[str] = []
+    outputs: list[torch.Tensor] = []
+
+    def evaluates() -> None:
+        outputs.append(evaluate(ours, 9))
+
+    def trains() -> None:
+        ours.backward(step)
+
+    def is_waiting() -> bool:
+        """For its turn, in front of a forward."""
+        assert comer.ident is not None
+        return sys._current_frames()[comer.ident].f_code.co_name == "_pre_forward"
+
+    def comes(*_: Any) -> None:
+        comer.start()
+        until(is_waiting)
+        order.append("comes")
+
+    def goes_on(*_: Any) -> None:
+        order.append("goes on")
+
+    def follow(layer: nn.Module, _: Any, output: torch.Tensor) -> None:
+        if threading.current_thread() is comer:
+            order.append("begins")
+        elif where == "backward":
+            output.register_hook(comes if layer is inner else goes_on)
+        else:
+            (comes if layer is outer else goes_on)()
+
+    handles = [layer.register_forward_hook(follow) for layer in (outer, inner)]
+    cases = [
+        ("forward", trains, evaluates),
+        ("backward", trains, evaluates),
+        ("forward", evaluates, trains),
+    ]
+    for step, (where, first, second) in enumerate(cases):
+        comer = threading.Thread(target=second)
+        for training in (ours, one):
+            training.optimizer.zero_grad()
+        one.backward(step)
+        order.clear()
+        first()
+        comer.join()
+        assert order[:3] == ["comes", "goes on", "begins"], (step, order)
+        torch.testing.assert_close(outputs[step], evaluate(one, 9))
+        step_both(ours, one)
+    for handle in handles:
+        handle.remove()
 
 
 @pytest.mark.parametrize("next_unit", [0, 2])

@@ -12,6 +12,7 @@ import torch
 import torch.utils.checkpoint
 import trireme
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 from trireme import ps
 
 from harness.on_ranks import on_shm_ranks
@@ -111,3 +112,34 @@ def test_what_is_kept_goes_with_its_graph(rank: int) -> None:
         with torch.no_grad():
             layer(torch.rand(4, DIM))
         assert server.stats()["pulls"] == pulls + 12
+
+
+def through_pipeline(mode: str, checkpoint: Any) -> list[Tensor]:
+    """Rows and gradients after a step, whose micro-batches all read the same rows, and after a
+    forward whose rows have moved before its backward."""
+    torch.manual_seed(1)
+    ids = torch.arange(2).repeat(4)
+    with ps.ParameterServer(tables(), mode=mode) as server:
+        linear = nn.Linear(DIM, DIM)
+        net = nn.Sequential(ps.Embedding(server["rows"]), nn.Tanh(), linear, nn.Tanh())
+        pipe = trireme.Pipeline(
+            net, 4, devices=["cpu"] * 2, schedule="1f1b", checkpoint=checkpoint, loss=mse_loss
+        )
+        losses = [pipe.step(ids, target=torch.ones(8, DIM))]
+        server.clock()
+        losses.append(pipe(ids).square().mean())
+        move(server)
+        losses[1].backward()
+        server.clock()
+        rows = server["rows"].pull(torch.arange(3))
+        return [rows, *losses, linear.weight.grad, linear.bias.grad]
+
+
+@pytest.mark.parametrize("mode", ["bsp", "async"])
+@on_shm_ranks(1)
+def test_a_pipeline_recomputes_with_the_rows_of_its_forward(rank: int, mode: str) -> None:
+    expected = through_pipeline(mode, "never")
+    for checkpoint in ("always", "except_last"):
+        found = through_pipeline(mode, checkpoint)
+        for place, (one, other) in enumerate(zip(found, expected, strict=True)):
+            torch.testing.assert_close(one, other, msg=f"{checkpoint}: value {place}")

@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss
 
 from harness.on_ranks import on_shm_ranks
 from pipeline.ranks import WIDTH, rows, tanh_layers
+from pipeline.torch_programs import OURS, Block, make_schedule, train_alone
 
 CHUNKS = 4
 CALLERS = 4
@@ -162,6 +163,9 @@ def in_thread(call: Callable[[], Any]) -> BaseException | None:
         return thread.submit(call).exception()
 
 
+HEARD = "got a call during one of another thread, of a pipeline over ranks"
+
+
 @on_shm_ranks(2)
 def test_over_ranks_a_call_during_another_one_ends_both(rank: int) -> None:
     """Ranks would run batches that do not belong together: threads have an order of their own on
@@ -169,18 +173,45 @@ def test_over_ranks_a_call_during_another_one_ends_both(rank: int) -> None:
     layer = Calls()
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer, nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     pipe = trireme.Pipeline(net, CHUNKS, ranks=True, loss=mse_loss)
-    heard = "got a call during one of another thread, of a pipeline over ranks"
 
     def during() -> None:
         other = in_thread(lambda: pipe.eval_step(rows(2), target=rows(3)))
         assert isinstance(other, RuntimeError)
-        assert heard in str(other)
+        assert HEARD in str(other)
 
     layer.call = during if rank == 0 else None
     with pytest.raises(RuntimeError) as caught:
         pipe.step(rows(0), target=rows(1))
-    assert heard in str(caught.value)
+    assert HEARD in str(caught.value)
     assert all(parameter.grad is None for parameter in pipe.parameters())
     loss = pipe.step(rows(0), target=rows(1))
     # One after the other any thread may call.
     assert in_thread(lambda: pipe.eval_step(rows(0), target=rows(1)).sub_(loss).item()) is None
+
+
+@on_shm_ranks(2)
+def test_over_ranks_a_step_of_torchs_names_during_another_one_ends_both(rank: int) -> None:
+    layer, block = Calls(), Block(rank)
+    schedule = make_schedule(OURS, "GPipe", {rank: nn.Sequential(block, layer)})
+    expected = train_alone("GPipe", 2, steps=1)
+
+    def step() -> Tensor | None:
+        args, target = ((rows(0, 8),), None) if rank == 0 else ((), rows(1, 8))
+        return schedule.step(*args, target=target)
+
+    def during() -> None:
+        other = in_thread(step)
+        assert isinstance(other, RuntimeError)
+        assert HEARD in str(other)
+
+    for _ in range(2):
+        layer.call = during if rank == 0 else None
+        with pytest.raises(RuntimeError, match=HEARD):
+            step()
+        assert all(parameter.grad is None for parameter in block.parameters())
+        output = step()
+        if rank == 1:
+            assert torch.equal(output.detach(), expected.outputs[0])
+        for name, parameter in block.named_parameters():
+            assert torch.equal(parameter.grad, expected.gradients[f"{rank}.{name}"])
+        block.zero_grad()

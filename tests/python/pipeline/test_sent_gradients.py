@@ -189,6 +189,31 @@ def test_a_scaler_is_refused_on_all_ranks(rank: int) -> None:
         pipe.step(rows(0), target=rows(1))
 
 
+@on_shm_ranks(1)
+def test_a_scaler_is_refused_where_a_layer_does_not_say_that_it_sends(rank: int) -> None:
+    """By the first backward, also where the step divides nothing."""
+    items = ps.Sparse("items", WIDTH, optimizer=ps.Sum())
+    for chunks, scale_grads in ((1, True), (CHUNKS, False)):
+        with ps.ParameterServer([items]) as server:
+            last = nn.Linear(WIDTH, WIDTH)
+            net = nn.Sequential(Hides(ps.Embedding(server["items"])), last)
+            pipe = trireme.Pipeline(
+                net, chunks, devices=["cpu"] * 2, loss=mse_loss, scale_grads=scale_grads
+            )
+            pipe.scale_losses(GradScaler("cpu"))
+            with raises(
+                ValueError,
+                "got a backward of stage 0",
+                "sends gradients away, to a table or another process, before a GradScaler divides",
+                "Leave the scaler out",
+                form=RANKLESS_FORM,
+            ):
+                pipe.step(torch.arange(8), target=rows(1, 8))
+            assert last.weight.grad is None
+            server.clock()
+            assert not server["items"].pull(torch.arange(8)).any()  # nothing was sent
+
+
 # --- leaves that no layer lists ------------------------------------------------------------------
 
 

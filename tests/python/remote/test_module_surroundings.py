@@ -171,6 +171,28 @@ def test_a_checkpoint_has_what_is_elsewhere(rank: int, tmp_path: Path) -> None:
 
 
 @on_remote_ranks(2)
+def test_a_checkpoint_of_a_pipeline_has_what_is_elsewhere(rank: int, tmp_path: Path) -> None:
+    """A pipeline in one process, on each rank; rank 0's is saved. One without it has the same."""
+
+    def layers(first: nn.Module) -> nn.Sequential:
+        return nn.Sequential(first, nn.Tanh(), nn.Linear(3, 3))
+
+    far, plain = layers(remote.Module(f"p{1 - rank}", make_mlp)), layers(make_mlp())
+    pipe = trireme.Pipeline(far, 2, devices=["cpu"] * 2)
+    change(pipe)
+    saved = {name: value.clone() for name, value in far.state_dict().items()}
+    trireme.save_checkpoint(tmp_path / "ours", pipe)
+    trireme.load_checkpoint(tmp_path / "ours", plain)
+    if rank == 0:
+        assert_equal(dict(plain.state_dict()), saved)
+    change(plain)
+    trireme.save_checkpoint(tmp_path / "plain", plain)
+    trireme.load_checkpoint(tmp_path / "plain", pipe)
+    assert_state(far, plain)
+    assert_equal(pipe.eval_step(batch(0)), plain(batch(0)))
+
+
+@on_remote_ranks(2)
 def test_a_checkpoint_of_another_module_is_refused(rank: int, tmp_path: Path) -> None:
     model = nn.Sequential(remote.Module("p0", make_mlp))
     trireme.save_checkpoint(tmp_path / "ours", model)

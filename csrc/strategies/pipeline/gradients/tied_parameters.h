@@ -1,5 +1,6 @@
 #pragma once
 
+#include <trireme/comm/communicator.h>
 #include <trireme/comm/tensor_channel.h>
 #include <trireme/common/export.h>
 #include <trireme/module/module_parameters.h>
