@@ -1,88 +1,37 @@
-"""Writes what bench_gpu.py measured."""
+"""Declares the tables of bench_gpu.py, whose machine is another one than that of the others."""
 
 from __future__ import annotations
 
-import statistics
-
-from measure import pages
-from measure.pages import Blocks, Json, Rows
-from readme_steps import RATIO
+from readme_tables import Json, Table, every
 
 
-def _steps(results: Json) -> Rows:
-    for job, found in results.get("steps", {}).items():
-        medians = {side: statistics.median(times) for side, times in found["step_ms"].items()}
-        for side, ratio in found["ratios"].items():
-            yield {
-                **{"job": job, "side": side, "beside": ratio["beside"], "ratio": ratio},
-                **{"alone": medians["1 process"], "ms": medians[side]},
-                "torch_ms": medians[ratio["beside"]],
-            }
+def _step(row: Json) -> Json:
+    times = row["in_job"]["step_ms"]
+    return {**row, "alone": times["1 process"], "ms": times[row["side"]], "torch": row["beside"]}
 
 
-STEPS = pages.Table(
+STEPS = Table(
+    "steps/{job}/ratios/{side}",
     "`bench_gpu.py`, one rank on one {gpu} over NCCL, medians of a step in ms; nothing is sent, so "
     "this is what the classes add:",
-    {
-        "workload": "`{job}`",
-        "no strategy": "{alone:.2f}",
-        "trireme": "{ms:.2f} ({side})",
-        "torch": "{torch_ms:.2f} ({beside})",
-        "ratio (quartiles)": RATIO,
-    },
-    _steps,
+    "workload = `{job}` | no strategy = {alone:.2f} | trireme = {ms:.2f} ({side}) | "
+    "torch = {torch_ms:.2f} ({torch}) | ratio (quartiles) = {in_side:ratio}",
+    each=lambda row: {**_step(row), "torch_ms": row["in_job"]["step_ms"][row["beside"]]},
 )
-
-
-def _optimizers(results: Json) -> Rows:
-    for name, row in results.get("optimizers", {}).items():
-        share = row.get("in_place_ratio")
-        yield {
-            **{"name": name, "ratio": row["time_ratio"], **row},
-            "share": f"{1 / share['median']:.0%}" if share else "",
-        }
-
-
-OPTIMIZERS = pages.Table(
+OPTIMIZERS = Table(
+    "optimizers/{name}",
     "Steps of `trireme.optim` there, beside torch's fused ones and beside an in-place pass over as "
     "many bytes:",
-    {
-        "": "{name}",
-        "step, ms": "{step_ms:.3f}",
-        "torch's fused, ms": "{torch_step_ms:.3f}",
-        "ratio (quartiles)": RATIO,
-        "of an in-place pass": "{share}",
-    },
-    _optimizers,
+    "= {name} | step, ms = {step_ms:.3f} | torch's fused, ms = {torch_step_ms:.3f} | "
+    "ratio (quartiles) = {time_ratio:ratio} | of an in-place pass = {in_place_ratio:1/.0%}",
 )
-
-
-def _buckets(results: Json) -> Rows:
-    for size, cases in results.get("buckets", {}).get("buckets", {}).items():
-        for case, row in cases.items():
-            share = 1 / row["copy_ratio"]["median"]
-            yield {**row, "size": size, "case": case, "ratio": row["time_ratio"], "share": share}
-
-
-BUCKETS = pages.Table(
+BUCKETS = Table(
+    "buckets/buckets/{size}/{case}",
     "Gradients of transformer blocks into a bucket (`flatten`) and back, in one launch, beside the "
     "faster of torch's ways (a foreach copy, or an operator per tensor), and beside one copy of "
     "as many bytes:",
-    {
-        "bucket": "{size}",
-        "": "{case}",
-        "tensors": "{tensors}",
-        "GB/s": "{gb_per_s:.0f}",
-        "torch, GB/s": "{torch_gb_per_s:.0f}",
-        "ratio (quartiles)": RATIO,
-        "of a copy's speed": "{share:.0%}",
-    },
-    _buckets,
+    "bucket = {size} | = {case} | tensors = {tensors} | GB/s = {gb_per_s:.0f} | "
+    "torch, GB/s = {torch_gb_per_s:.0f} | ratio (quartiles) = {time_ratio:ratio} | "
+    "of a copy's speed = {copy_ratio:1/.0%}",
 )
-
-
-def gpu_tables(results: Json) -> Blocks:
-    """Yields every part that was run."""
-    for part in (STEPS, OPTIMIZERS, BUCKETS):
-        yield from part(results)
-    yield pages.measured_on(results)
+gpu_tables = every(STEPS, OPTIMIZERS, BUCKETS)

@@ -1,20 +1,17 @@
-"""Writes what bench_steps.py measured: who won, where the time of a step goes, and a picture."""
+"""Declares what bench_steps.py measured: ratios, where the time of a step goes, and a picture."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 
-from measure import pages
-from measure.pages import Blocks, Columns, Json, Rows
+from readme_tables import Blocks, Json, Rows, Table, found, markdown, measured_on
 
 ROUNDS = 7  # sides that met others have as many runs
-RATIO = "{ratio[median]:.3f} ({ratio[quartiles][0]:.3f} to {ratio[quartiles][1]:.3f})"
-TARGET = "{ratio[target]:g}: {ratio[verdict]}"
-PHASES_MS = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
+PHASES = ("step", "forward", "backward", "optimizer")
 
 # The labels of each strategy; where there are several, the fastest one counts.
 STRATEGIES: Mapping[str, Sequence[str]] = {
@@ -37,6 +34,18 @@ STRATEGIES: Mapping[str, Sequence[str]] = {
 }
 PICTURED = ("1 process x 2 threads", "torch DDP", "torch FSDP2", "DDP", "ZeRO 2", "fully_shard")
 PICTURED_WORKLOADS = ("mlp", "gpt-small-batch", "gpt")
+TITLE = (
+    "Milliseconds per step on the 2 cores of one machine, less is better: "
+    "1 process with 2 threads, and every strategy as 2 ranks of 1 thread each"
+)
+
+
+def steps_of(workload: Json) -> dict[str, float]:
+    """Returns the median step by label."""
+    return {
+        label: statistics.median(run["step_ms"] for run in runs)
+        for label, runs in workload["runs"].items()
+    }
 
 
 def contests(results: Json, ours: str = "", theirs: str = "") -> Rows:
@@ -44,81 +53,89 @@ def contests(results: Json, ours: str = "", theirs: str = "") -> Rows:
 
     `ours`, `theirs`: how the labels begin.
     """
-    for name, workload in results.get("workloads", {}).items():
-        for contest in workload["contests"]:
-            if contest["ours"].startswith(ours) and contest["theirs"].startswith(theirs):
-                yield {**contest, "workload": name, "steps": pages.steps_of(workload)}
+    for _, row in found(results, "workloads/{workload}/contests"):
+        if row["ours"].startswith(ours) and row["theirs"].startswith(theirs):
+            steps = steps_of(results["workloads"][row["workload"]])
+            sides = {"us_ms": steps.get(row["ours"]), "them_ms": steps.get(row["theirs"])}
+            yield {**row, **sides, "steps": steps}
 
 
-def _step_of(side: str) -> Callable[[Json], str]:
-    return lambda contest: f"{contest['steps'][contest[side]]:.0f} ({contest[side]})"
-
-
-def contest_table(ours: str = "") -> pages.Table:
+def contest_table(ours: str = "") -> Table:
     """Returns the contests of sides whose label begins so."""
-    columns: Columns = {
-        "workload": "`{workload}`",
-        "1 process x 2 threads": "{steps[1 process]:.0f}",
-        "2 ranks, no sync": "{steps[no sync]:.0f}",
-        "measured against": _step_of("theirs"),
-        "trireme": _step_of("ours"),
-        "ratio (quartiles)": RATIO,
-        "target": TARGET,
-    }
-    title = "`bench_steps.py`, medians of a step in ms, fresh processes in paired rounds:"
-    rows = partial(contests, ours=ours)
-    return pages.Table(title, columns, rows, foot=[pages.measured_on])
-
-
-def _peaks(results: Json) -> str:
-    found = [
-        f"{workload['memory']['ratio']:.2f} (`{name}`)"
-        for name, workload in results["workloads"].items()
-        if "memory" in workload
-    ]
-    return f"Peak memory of a rank, ddp / torch-ddp + view: {', '.join(found)}." if found else ""
-
-
-DDP = contest_table("ddp")
+    return Table(
+        partial(contests, ours=ours),
+        "`bench_steps.py`, medians of a step in ms, fresh processes in paired rounds:",
+        "workload = `{workload}` | trireme = {us_ms:.0f} ({ours}) | "
+        "measured against = {them_ms:.0f} ({theirs}) | ratio (quartiles) = {ratio:ratio} | "
+        "1 process x 2 threads = {steps[1 process]:.0f} | "
+        "2 ranks, no sync = {steps[no sync]:.0f}",
+        foot=[measured_on],
+    )
 
 
 def ddp_tables(results: Json) -> Blocks:
-    """Yields the contests of DDP, and its peak memory beside torch's."""
-    yield from DDP(results)
-    yield _peaks(results)
+    """Yields the contests of DDP, its peak memory beside torch's, and what averaging adds."""
+    yield from contest_table("ddp")(results)
+    peaks, added = [], []
+    for name, workload in results["workloads"].items():
+        if "memory" in workload:
+            peaks.append(f"{workload['memory']['ratio']:.2f} (`{name}`)")
+        taken = steps_of(workload)
+        if "ddp" in taken and "no sync" in taken:
+            added.append(f"{taken['ddp'] - taken['no sync']:.0f} ms (`{name}`)")
+    if peaks:
+        yield f"Peak memory of a rank, ddp / torch-ddp + view: {', '.join(peaks)}."
+    if added:
+        more = "; ".join(added)
+        yield f"A step of DDP takes longer than one of ranks that never talk by {more}."
+
+
+def added_per_gradient(results: Json) -> Blocks:
+    """Yields what the reducer alone adds to a gradient, beside torch's fastest option set."""
+    reducer = results.get("reducer", {})
+    added = {  # ms for the 1,000 parameters of bench_overheads.py, so us for one
+        label: statistics.median(run["wrapped_ms"] - run["bare_ms"] for run in sides)
+        for label, sides in reducer.get("runs", {}).items()
+    }
+    for row in reducer.get("contests", ()):
+        ours, theirs = row["ours"], row["theirs"]
+        yield (
+            "The reducer alone, with 1,000 tiny gradients and no communication, adds per gradient "
+            f"{added[ours]:.1f} us ({ours}) beside {added[theirs]:.1f} us ({theirs}), ratio "
+            f"{row['ratio']['median']:.2f}."
+        )
 
 
 def phases(results: Json) -> Blocks:
     """Yields where the time of every side's steps goes, a table per workload."""
-    columns = {phase.removesuffix("_ms"): f"{{{phase}:.1f}}" for phase in PHASES_MS}
+    shown = " | ".join(f"{phase} = {{in_label[{phase}_ms]:.1f}}" for phase in PHASES)
     for name, workload in results["workloads"].items():
-        yield f"`{name}`:"
-        rows = [
-            {**row, "runs": len(workload["runs"][row["label"]])}
-            for row in pages.medians(workload["runs"], PHASES_MS)
-        ]
-        yield pages.markdown({"ms": "{label}", **columns, "runs": "{runs}"}, rows)
+        yield from Table(
+            "runs/{label}",
+            f"`{name}`:",
+            f"ms = {{label}} | {shown} | runs = {{runs}}",
+            each=lambda row: {**row, "runs": len(row["in_label"])},
+        )(workload)
 
 
 def strategy_table(results: Json) -> Blocks:
     """Yields all strategies side by side, in parts of the time that torch's DDP takes."""
     yield "Step time, 2 ranks x 1 thread, the fastest of torch's DDP = 1:"
-    cases = list(results["workloads"])
+    workloads = results["workloads"]
     rows = []
     for strategy in STRATEGIES:
-        row = {"": strategy}
-        for name, workload in results["workloads"].items():
-            taken = _fastest_ms(workload, strategy)
-            torchs = _fastest_ms(workload, "torch DDP")
-            row[f"`{name}`"] = f"{taken / torchs:.2f}" if taken and torchs else ""
+        row = {"strategy": strategy}
+        for name, workload in workloads.items():
+            taken, torchs = _fastest_ms(workload, strategy), _fastest_ms(workload, "torch DDP")
+            row[name] = f"{taken / torchs:.2f}" if taken and torchs else ""
         rows.append(row)
-    titles = ("", *(f"`{name}`" for name in cases))
-    yield pages.markdown({title: itemgetter(title) for title in titles}, rows)
-    yield pages.measured_on(results)
+    cells = " | ".join(f"`{name}` = {{{name}}}" for name in workloads)
+    yield markdown("= {strategy} | " + cells, rows)
+    yield measured_on(results)
 
 
 def _fastest_ms(workload: Json, strategy: str) -> float | None:
-    steps = pages.steps_of(workload)
+    steps = steps_of(workload)
     return min((steps[label] for label in STRATEGIES[strategy] if label in steps), default=None)
 
 
@@ -144,7 +161,7 @@ def draw(results: Json, path: Path) -> None:
     """Writes the picture at the head of README as SVG."""
     from measure.step_picture import draw_steps
 
-    draw_steps(pictured(results), pages.measured_on(results), _figures(results), path)
+    draw_steps(pictured(results), TITLE, measured_on(results), _figures(results), path)
 
 
 def _figures(results: Json) -> str:
@@ -154,7 +171,7 @@ def _figures(results: Json) -> str:
 def met_often(workload: Json) -> Iterator[tuple[str, float]]:
     """Yields label and median step of the sides that ran in all rounds."""
     most = max(map(len, workload["runs"].values()))
-    steps = pages.steps_of(workload)
+    steps = steps_of(workload)
     for label, runs in workload["runs"].items():
         if len(runs) >= min(ROUNDS, most):
             yield label, steps[label]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from measure.pages import Blocks, Json
 from measure.stats import NOISE
 from readme_costs import memory_rows
 from readme_steps import contests, met_often
+from readme_tables import Blocks, Json, markdown
 
 BESIDE_TORCH = {
-    ("ddp", "torch-ddp"): "DDP",
-    ("zero2", "torch-ddp"): "ZeRO 2",
-    ("fsdp", "torch-ddp"): "`fully_shard`",
-    ("fsdp", "torch-fsdp2"): "`fully_shard` beside torch's FSDP2",
+    "DDP / torch's DDP": ("ddp", "torch-ddp"),
+    "ZeRO 2 / torch's DDP": ("zero2", "torch-ddp"),
+    "`fully_shard` / torch's DDP": ("fsdp", "torch-ddp"),
+    "`fully_shard` / torch's FSDP2": ("fsdp", "torch-fsdp2"),
 }
 NO_RANKS = ("1 process", "no sync")  # the second computes, and learns nothing
 
@@ -24,8 +24,8 @@ def lead(found: Json) -> Blocks:
     yield _list(
         steps,
         {
-            "**Beside torch's DDP**, the fastest of its option sets, a step takes this part of the "
-            "time: {cases}.": _beside_torch(steps),
+            "**2 ranks show {cases}**: they share the {machine[cores]} cores that one process has for "
+            "itself.": iter(["what each strategy costs"] if steps else []),
             "**One process with {machine[cores]} threads is faster than ranks** where layers are "
             "large: {cases}. Ranks are for more cores or hosts than one process uses "
             "well.": _one_process(steps, wins=True),
@@ -40,7 +40,8 @@ def lead(found: Json) -> Blocks:
 
 
 def summary(found: Json) -> Blocks:
-    """Yields what README says, where we lose, and what a host holds."""
+    """Yields ratios to torch, what README says, where we lose, and what a host holds."""
+    yield from beside_torch(found.get("steps", {}))
     yield from lead(found)
     yield _list(
         found,
@@ -52,6 +53,23 @@ def summary(found: Json) -> Blocks:
     )
 
 
+def beside_torch(results: Json) -> Blocks:
+    """Yields a small table of ratios to torch's classes, each with its fastest options."""
+    rows = {
+        title: {
+            contest["workload"]: contest["ratio"]["median"]
+            for contest in contests(results, ours, theirs)
+            if "Gloo" not in contest["ours"]
+        }
+        for title, (ours, theirs) in BESIDE_TORCH.items()
+    }
+    names = list(dict.fromkeys(name for row in rows.values() for name in row))
+    if names:
+        cells = " | ".join(f"`{name}` = {{{name}:.2f}}" for name in names)
+        yield "Time of a step beside torch's, with the fastest of torch's option sets:"
+        yield markdown("= {title} | " + cells, ({"title": t, **row} for t, row in rows.items()))
+
+
 def _list(results: Json, lines: Mapping[str, Iterator[str]]) -> str:
     """Returns the lines for which there are cases."""
     return "\n".join(
@@ -59,17 +77,6 @@ def _list(results: Json, lines: Mapping[str, Iterator[str]]) -> str:
         for line, parts in lines.items()
         if (cases := "; ".join(parts))
     )
-
-
-def _beside_torch(results: Json) -> Iterator[str]:
-    for (ours, theirs), title in BESIDE_TORCH.items():
-        ratios = [
-            "{ratio[median]:.2f} (`{workload}`)".format_map(contest)
-            for contest in contests(results, ours, theirs)
-            if "Gloo" not in contest["ours"]
-        ]
-        if ratios:
-            yield f"{title} {', '.join(ratios)}"
 
 
 def _one_process(results: Json, *, wins: bool) -> Iterator[str]:
@@ -112,8 +119,7 @@ def _slower(found: Json) -> Iterator[str]:
 
 def _memory(results: Json) -> Iterator[str]:
     """Yields memory between steps and after a backward, beside torch's FSDP2."""
-    rows = memory_rows(results)
-    held = {(row["side"], row["workload"], row["ranks"]): row for row in rows}
+    held = {(row["side"], row["workload"], row["ranks"]): row for row in memory_rows(results)}
     yield ", ".join(
         f"`{workload}` at {ranks} ranks {ours['between_steps']:.0f} against "
         f"{torchs['between_steps']:.0f} MiB (after a backward {ours['after_backward']:.0f} "

@@ -6,8 +6,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
-from measure.pages import measured_on
 from readme_summary import lead, summary
+from readme_tables import measured_on
 
 MACHINE = {"cpu": "a CPU", "cores": 2, "torch": "2.15.0", "commit": "abc1234+"}
 
@@ -60,7 +60,7 @@ def test_memory_stands_beside_torchs() -> None:
         summary({"steps": steps(60), "memory": {"workloads": {"mlp": {"memory": rows}}}})
     )
     assert "`mlp` at 2 ranks 291 against 248 MiB (after a backward 338 against 643)" in text
-    assert "FSDP2 0.25 (`mlp`)" in text
+    assert "| `fully_shard` / torch's FSDP2 | 0.25 |" in text
     assert list(lead({})) == [""]
 
 
