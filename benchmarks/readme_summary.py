@@ -24,8 +24,8 @@ def lead(found: Json) -> Blocks:
     yield _list(
         steps,
         {
-            "**2 ranks show {cases}**: they share the {machine[cores]} cores that one process has for "
-            "itself.": iter(["what each strategy costs"] if steps else []),
+            "**2 ranks show {cases}**: they share the {machine[cores]} cores that one process has "
+            "for itself.": iter(["what each strategy costs"] if steps else []),
             "**One process with {machine[cores]} threads is faster than ranks** where layers are "
             "large: {cases}. Ranks are for more cores or hosts than one process uses "
             "well.": _one_process(steps, wins=True),
