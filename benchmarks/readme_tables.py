@@ -1,33 +1,45 @@
-"""Writes results as blocks of Markdown: a table declares where its rows are and what they show.
+"""Fills the templates of benchmarks/pages with results: the one writer of tables.
 
-`rows` is a path in the results, such as "workloads/{workload}/contests": {workload} stands for
-each key, which rows have as `workload`, and what is there as `in_workload`; a list at the end has
-a row for each item.
-`columns` are "title = format | title = format". A format shows
+A template has parts, each headed by a comment of HTML that says where its rows are:
+
+    <!-- steps: workloads/{workload}/contests where ours begins zero by sides -->
+
+That is: in steps.json a list for each workload, whose key a row has as `workload`, and what is
+there as `in_workload`; of its items those whose `ours` begins so; and of each what the function
+`sides` (readme_rows.py) makes of it. A part is text, then a table with one row of formats, then
+text. It is left out if it has no rows, and written once for each text that its rows make of the
+one above the table. A part without a path has all the file to show. A format shows
+
     a list of numbers  as their median, in `{times:.1f}`; `{runs[step_ms]}` is a list, too
     a ratio            as its median, in `{ratio:.2f}`; `{ratio:ratio}` adds quartiles
     its inverse        `{ratio:1/.0%}`; `{ratio:times}` with quartiles: how many times faster
-and nothing at all if a value is not there. A function in place of a format takes the row.
+
+A cell, or a line of text, with a value that is not there is empty. Texts see the file and what
+readme_rows.py adds to it.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 Json = Mapping[str, Any]
 Rows = Iterator[Json]
-Blocks = Iterator[str]
-Shown = str | Callable[[Json], str]
-Path = tuple[str, ...]  # keys, and numbers of list items, from the top of a file
+Where = tuple[str, ...]  # keys, and numbers of list items, from the top of a file
+
+TEMPLATES = Path(__file__).resolve().parent / "pages"
+PATH = r"(\w+): ?(\S*?)(?: where (.*?))?(?: by (\w+))?"
+HEAD = re.compile(f"<!-- {PATH} -->\n")
+IS = re.compile(r" (is|begins) ")
 
 
-class _NotThere(Exception):
-    pass
+class NotThere(Exception):
+    """A row, or a file, has no such value."""
 
 
 class _Formatter(string.Formatter):
@@ -35,32 +47,32 @@ class _Formatter(string.Formatter):
         value: Any = kwargs
         for key in re.findall(r"[^\[\]]+", field_name):
             value = _item(value, key)
-        if value is None:
-            raise _NotThere
         return value, field_name
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if isinstance(value, Mapping):
             return _ratio_text(value, format_spec)
-        if isinstance(value, list):
-            if format_spec == "range":
-                return f"{statistics.median(value):.1f} ({min(value):.1f} to {max(value):.1f})"
-            value = statistics.median(value)
-        if format_spec.startswith("1/"):
-            return format(1 / value, format_spec[2:])
-        return format(value, format_spec)
+        if isinstance(value, list) and format_spec == "range":
+            return f"{statistics.median(value):.1f} ({min(value):.1f} to {max(value):.1f})"
+        value = statistics.median(value) if isinstance(value, list) else value
+        inverse = format_spec.startswith("1/")
+        return format(1 / value if inverse else value, format_spec.removeprefix("1/"))
 
 
 def _item(value: Any, key: str) -> Any:
     if isinstance(value, list) and not key.isdigit():
         return [item[key] for item in value]
-    if isinstance(value, list):
-        return value[int(key)]
-    return value.get(key) if isinstance(value, Mapping) else None
+    try:
+        item = value[int(key)] if isinstance(value, list) else value[key]
+    except (KeyError, TypeError):
+        raise NotThere from None
+    if item is None:
+        raise NotThere
+    return item
 
 
 def _ratio_text(ratio: Json, spec: str) -> str:
-    median, (low, high) = ratio["median"], ratio.get("quartiles", (0, 0))
+    median, (low, high) = ratio["median"], ratio.get("quartiles", (1, 1))
     if spec == "ratio":
         return f"{median:.3f} ({low:.3f} to {high:.3f})"
     if spec in ("times", "timesx"):
@@ -68,27 +80,29 @@ def _ratio_text(ratio: Json, spec: str) -> str:
     return format(1 / median, spec[2:]) if spec.startswith("1/") else format(median, spec)
 
 
-def text(shown: Shown, row: Json) -> str:
-    """Returns what a format or a function says of a row: nothing if a value is not there."""
-    if not isinstance(shown, str):
-        return shown(row)
+def text(shown: str, row: Json) -> str:
+    """Returns what a format says of a row: nothing if a value is not there."""
     try:
         return _Formatter().vformat(shown, (), row)
-    except _NotThere:
+    except NotThere:
         return ""
 
 
-def found(results: Json, path: str) -> Iterator[tuple[Path, Json]]:
+def found(results: Json, path: str, conditions: str | None = None) -> Iterator[tuple[Where, Json]]:
     """Yields where a row is, and the row, in which `all` is the whole file."""
-    yield from _walk(results, path.split("/"), (), {"all": results})
+    tests = [IS.split(condition) for condition in (conditions or "").split(" and ") if condition]
+    for where, row in _walk(results, path.split("/") if path else [], (), {"all": results}):
+        values = [(text(f"{{{key}}}", row), verb, value) for key, verb, value in tests]
+        if all(got == v if verb == "is" else got.startswith(v) for got, verb, v in values):
+            yield where, row
 
 
-def _walk(at: Any, path: Sequence[str], where: Path, bound: Json) -> Iterator[tuple[Path, Json]]:
+def _walk(at: Any, path: Sequence[str], where: Where, bound: Json) -> Iterator[tuple[Where, Json]]:
     if not path:
         yield where, {**bound, **(at if isinstance(at, Mapping) else {"value": at})}
         return
     step, rest = path[0], path[1:]
-    for key, item in _items(at):
+    for key, item in items(at):
         if step.startswith("{"):
             name = step.strip("{}")
             more = {**bound, name: key, f"in_{name}": item}
@@ -99,79 +113,75 @@ def _walk(at: Any, path: Sequence[str], where: Path, bound: Json) -> Iterator[tu
             yield from _walk(item, rest, (*where, key), bound)
 
 
-def _items(value: Any) -> Iterable[tuple[str, Any]]:
+def items(value: Any) -> Iterable[tuple[str, Any]]:
+    """Returns keys and values of a mapping or a list; of anything else there are none."""
     if isinstance(value, list):
         return ((str(number), item) for number, item in enumerate(value))
     return value.items() if isinstance(value, Mapping) else ()
 
 
-def verdicts(value: Any, where: Path = ()) -> Iterator[Path]:
-    """Yields where a goal is met or missed; a target that is null is no goal."""
-    for key, item in _items(value):
-        if key == "verdict":
-            yield where
-        elif key == "verdicts":
-            yield from ((*where, key, name) for name in item)
-        elif not (isinstance(item, Mapping) and "target" in item and item["target"] is None):
-            yield from verdicts(item, (*where, key))
+def look(value: Any, where: Where) -> Any:
+    """Returns what is at a place."""
+    for key in where:
+        value = value[int(key) if isinstance(value, list) else key]
+    return value
 
 
-@dataclass(frozen=True)
-class Table:
-    """Declares how the results of a benchmark become a table; `each` adds to every row."""
-
-    rows: str | Callable[[Json], Iterable[Json]]
-    title: str
-    columns: str | Mapping[str, Shown]
-    foot: Sequence[Shown] = ()  # what is said under it
-    each: Callable[[Json], Json] | None = None
-
-    def __call__(self, results: Json) -> Blocks:
-        """Yields nothing where there are no rows."""
-        if isinstance(self.rows, str):
-            rows: list[Json] = [row for _, row in found(results, self.rows)]
-        else:
-            rows = list(self.rows(results))
-        if rows:
-            yield text(self.title, results)
-            yield markdown(self.columns, rows if self.each is None else map(self.each, rows))
-            yield from (text(said, results) for said in self.foot)
+Adds = Mapping[str, Callable[[Json], Any]]
 
 
-def columns_of(declared: str | Mapping[str, Shown]) -> Mapping[str, Shown]:
-    if not isinstance(declared, str):
-        return declared
-    cells = (cell.partition("= ") for cell in declared.split(" | "))
-    return {title.strip(): shown.strip() for title, _, shown in cells}
+class _With(dict[str, Any]):
+    """A file with what is computed of it when a text asks for it."""
+
+    def __init__(self, results: Json, texts: Adds) -> None:
+        super().__init__(results)
+        self._texts = texts
+
+    def __missing__(self, key: str) -> str:
+        if key not in self._texts or not (said := self._texts[key](self)):
+            raise NotThere
+        return str(said)
 
 
-def markdown(declared: str | Mapping[str, Shown], rows: Iterable[Json]) -> str:
-    columns = columns_of(declared)
-    cells = [[text(shown, row) for shown in columns.values()] for row in rows]
-    lines = [columns, ["---"] * len(columns), *cells]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def filled(name: str, files: Mapping[str, Json], rows_by: Adds, texts: Adds) -> Iterator[str]:
+    """Yields the blocks of a template, those that have something to say."""
+    _, *parts = HEAD.split((TEMPLATES / f"{name}.md").read_text())
+    for file, path, conditions, by, body in zip(*[iter(parts)] * 5, strict=True):
+        if file in files:
+            results = _With(files[file], texts)
+            rows: Iterable[Json] = (row for _, row in found(results, path, conditions))
+            if by:
+                rows = itertools.chain.from_iterable(map(rows_by[by], rows))
+            yield from filter(None, _part(body.strip().split("\n\n"), results, rows))
 
 
-def every(*parts: Callable[[Json], Blocks]) -> Callable[[Json], Blocks]:
-    """Returns what writes all parts that were run, and where."""
+def _part(blocks: Sequence[str], results: _With, rows: Iterable[Json]) -> Iterator[str]:
+    place = next((i for i, block in enumerate(blocks) if block.startswith("|")), None)
+    if place is None:
+        yield from (_lines(block, results) for block in blocks)
+        return
 
-    def written(results: Json) -> Blocks:
-        for part in parts:
-            yield from part(results)
-        yield measured_on(results)
+    def above(row: Json) -> str:
+        return "\n\n".join(text(block, {**results, **row}) for block in blocks[:place])
 
-    return written
+    grouped = [(title, list(group)) for title, group in itertools.groupby(rows, above)]
+    for title, group in grouped:
+        yield title
+        yield _table(blocks[place], results, group)
+    if grouped:
+        yield from (_lines(block, results) for block in blocks[place + 1 :])
 
 
-def measured_on(results: Json) -> str:
-    """Says which machine, torch and commit the figures are from."""
-    machine = results["machine"]
-    commits = sorted({*results.get("commits", {}).values()} or {machine["commit"]})
-    parts = [
-        f"{machine['cores']} cores of {machine['cpu']}",
-        f"torch {machine['torch']}",
-        "commit " + ", ".join(commits).replace("+", " with changes"),
-        *([machine["date"]] if "date" in machine else []),
-        "heap warm on all sides" if "allocator" in machine else "heap as glibc leaves it",
-    ]
-    return "Measured on " + ", ".join(parts) + "."
+def _table(template: str, results: Json, rows: Sequence[Json]) -> str:
+    head, rule, cells = template.split("\n")
+    return "\n".join(
+        [_cells(head, {**results, **rows[0]}), rule, *(_cells(cells, r) for r in rows)]
+    )
+
+
+def _cells(line: str, row: Json) -> str:
+    return "| " + " | ".join(text(cell, row) for cell in line[2:-2].split(" | ")) + " |"
+
+
+def _lines(block: str, results: _With) -> str:
+    return "\n".join(filter(None, (text(line, results) for line in block.split("\n"))))

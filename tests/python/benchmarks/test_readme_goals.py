@@ -11,8 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 import readme_results
 from readme_goals import goals, lacking
-from readme_remote import added_by_distance
-from readme_steps import added_per_gradient, ddp_tables
+from readme_rows import added_by_averaging, added_by_distance, added_per_gradient
 
 MACHINE = {"cpu": "a CPU", "cores": 2, "torch": "2.15.0", "commit": "abc1234"}
 
@@ -54,8 +53,8 @@ def test_noise_and_quartiles_are_said() -> None:
 
 
 def test_what_the_table_lacks_is_an_error() -> None:
-    (line,) = lacking({"steps": steps(contest("missed", ours="new"))})
-    assert line == "got a missed goal without a reason: steps.json, step, `new` / torch's FSDP2"
+    (line,) = lacking({"steps": steps({**contest("missed", ours="fsdp"), "theirs": "ddp"})})
+    assert line == "got a missed goal without a reason: steps.json, step, `fsdp` / `ddp`"
     new = {"part": [{"ratio": {"target": 1.0, "verdict": "met"}}], "none": {"target": None}}
     (line,) = lacking({"steps": new})
     assert line == "got 0 rows for the target part/0/ratio of steps.json, expected 1"
@@ -84,15 +83,14 @@ def test_a_pipeline_is_bounded_by_its_arithmetic() -> None:
 
 def test_what_being_remote_adds() -> None:
     times = {"ours": [4500.0], "rpc": [6500.0], "local": [3250.0]}
-    (line,) = added_by_distance({"module": {"times_us": times}})
+    line = added_by_distance({"module": {"times_us": times}})
     assert "The layer alone takes 0.50 of RPC's time." in line
     assert "adds 1.2 ms to it here and 3.2 ms in RPC, a ratio of 0.38." in line
-    assert list(added_by_distance({})) == []
+    assert added_by_distance({}) == ""
 
 
 def test_what_averaging_adds() -> None:
-    *_, line = ddp_tables(steps())
-    assert line.endswith("ranks that never talk by 12 ms (`mlp`).")
+    assert added_by_averaging(steps()).endswith("ranks that never talk by 12 ms (`mlp`).")
 
 
 def test_the_reducer_is_said_by_gradient() -> None:
@@ -101,7 +99,7 @@ def test_the_reducer_is_said_by_gradient() -> None:
         "torch-fsdp2": [{"bare_ms": 5.0, "wrapped_ms": 8.0}] * 3,
     }
     results = {"reducer": {"runs": runs, "contests": [contest("missed", ours="ddp")]}}
-    (line,) = added_per_gradient(results)
+    line = added_per_gradient(results)
     assert "1.5 us (ddp) beside 3.0 us (torch-fsdp2), ratio 0.50" in line
 
 
