@@ -15,7 +15,7 @@ OURS, TORCHS, ALONE = "#2f6db3", "#b8b8b8", "#7c7c7c"
 
 
 def draw_steps(
-    steps: Mapping[str, Mapping[str, float]], caption: str, figures: str, path: Path
+    steps: Mapping[str, Mapping[str, float]], title: str, caption: str, figures: str, path: Path
 ) -> None:
     """Draws ms by workload and strategy; `figures` goes into the file, as a text to look for."""
     matplotlib.rcParams["svg.hashsalt"] = "trireme"  # else its ids are drawn anew each time
@@ -34,7 +34,7 @@ def draw_steps(
         axes.tick_params(axis="y", length=0, labelsize=8)
         if axes is not columns[0]:
             axes.set_yticklabels([])
-    figure.suptitle("Milliseconds per step, less is better", fontsize=10)
+    figure.suptitle(title, fontsize=9)
     figure.supxlabel(caption, fontsize=7, color="#666666")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None, "Description": figures})

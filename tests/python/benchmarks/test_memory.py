@@ -79,7 +79,7 @@ def test_pages_show_the_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setattr(readme_results, "RESULTS", tmp_path)
     assert bench_memory.main(["--json", str(tmp_path / "memory.json")]) == 0
     page = readme_results.written("docs/benchmarks.md")
-    assert "| `mlp` | fsdp | 2 | 274 | 17.1 | 320 | 400 | 298: met | 256.2 | 256.2 |" in page
+    assert "| `mlp` | fsdp | 2 | 274 | 17.1 | 320 | 400 | 256.2 | 256.2 |" in page
     assert "| fsdp | 2880 | 133 | 2025 |" in page
     assert "| torch-ddp + view | 2048 | 67 | 2048 |" in page
     assert "`mlp` at 2 ranks 274 against 274 MiB (after a backward 320 against 320)" in page

@@ -67,12 +67,13 @@ def test_what_is_compared_and_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert threads["gpt"]["pass"]["verdict"] == "met"
     assert threads["gpt"]["ranks"]["verdict"] == "met"
     page = readme_results.written("docs/pipeline.md")
-    assert "| `mlp` | `1f1b` | 111.0 | 170.0 | 100.0 / 60.0 | 0.675 (0.550 to 0.800) |" in page
-    assert "| 1024 | 40.0 | 400.0 | 20.0 | 0.100 (0.100 to 0.100) | 0.12: met | 2.00 |" in page
-    assert "| 64 | 40.0 | 400.0 | 20.0 | 0.100 (0.100 to 0.100) | 0.25: met |  |  |" in page
-    assert "trireme / torch: 0.157, target 0.25: met." in page
-    assert "| `gpt` | 84.0 | 120.0 | 200.0 / 180.0 | 80.0 | 100.0 / 60.0 | 0.420" in page
-    assert "`pipe(x)` / torchgpipe: 0.250, target 0.5: met." in page
+    assert "| `mlp` | `1f1b` | 111.0 | 170.0 | 0.675 (0.550 to 0.800) | 100.0 / 60.0 |" in page
+    assert "| 1024 | 40.0 | 400.0 | 0.100 (0.100 to 0.100) | 20.0 | 2.00 |" in page
+    assert "| 64 | 40.0 | 400.0 | 0.100 (0.100 to 0.100) | 20.0 |  |" in page
+    assert "trireme / torch: 0.157." in page
+    assert "| `gpt` | 84.0 | 120.0 | 200.0 / 180.0 | 80.0 | 100.0 / 60.0 |" in page
+    assert "| `gpt` | 0.420 (" in page
+    assert "`pipe(x)` / torchgpipe: 0.250." in page
 
 
 def test_without_torchgpipe_nothing_is_measured(

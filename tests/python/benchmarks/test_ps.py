@@ -75,17 +75,17 @@ def test_ratios_and_verdicts(
 def test_each_part_has_its_table(page: str) -> None:
     for line in (
         "| push, 1 MiB | 10.0 |  | 200.0 | 10.0 |  | 15.0x (",
-        "| pull, 25 MiB | 10.0 | 10.0 | 10.0 | 10.0 | 10.0 | 1.0x (1.0 to 1.0) | 2.2x: missed |",
-        "| pull | 150 | 27.3 | 67%, target 50%: met |",
-        "| dense, W = 2 | 1000 | 200 | 5.0x (5.0 to 5.0) | 4x: met |",
-        "| sparse, W = 4 | 1000 | 200 | 5.0x (5.0 to 5.0) | 10x: missed |",
-        "| 7.0 | 7.0 | 1.000 (1.000 to 1.000) | 1.5: met |",
-        "| one worker is always slow | `bsp` | 50 | 1.00 |  | not reached |",
-        "| one worker is always slow | `bsp-backup-1` | 150 | 3.00 | 2.7: met | 3.0 |",
-        "| one worker is always slow | `async` | 120 | 2.40 | 2.8: missed | 3.0 |",
-        "| each step is slow with a probability of 1/4 | `ssp-3` | 50 | 1.00 | 1.4: missed | 3.0 |",
-        "| push | 2.00 | 1.5: missed |",
-        "| pull, bound | 0.50 |  |",
+        "| pull, 25 MiB | 10.0 | 10.0 | 10.0 | 10.0 | 10.0 | 1.0x (1.0 to 1.0) |",
+        "| pull | 150 | 27.3 | 67% |",
+        "| dense, W = 2 | 1000 | 200 | 5.0x (5.0 to 5.0) |",
+        "| sparse, W = 4 | 1000 | 200 | 5.0x (5.0 to 5.0) |",
+        "| 7.0 | 7.0 | 1.000 (1.000 to 1.000) |",
+        "| one worker is always slow | `bsp` | 50 | 1.00 | not reached |",
+        "| one worker is always slow | `bsp-backup-1` | 150 | 3.00 | 3.0 |",
+        "| one worker is always slow | `async` | 120 | 2.40 | 3.0 |",
+        "| each step is slow with a probability of 1/4 | `ssp-3` | 50 | 1.00 | 3.0 |",
+        "| push | 2.00 |",
+        "| pull, bound | 0.50 |",
     ):
         assert line in page
 

@@ -6,10 +6,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
-from measure.pages import measured_on
-from readme_summary import lead, summary
+from readme_rows import ROWS, TEXTS, measured_on, memory_beside_fsdp2, slower
+from readme_tables import filled
 
 MACHINE = {"cpu": "a CPU", "cores": 2, "torch": "2.15.0", "commit": "abc1234+"}
+
+
+def lead(files: dict[str, Any]) -> list[str]:
+    """What README says of these results."""
+    return list(filled("readme", {**files, "all": files}, ROWS, TEXTS))
 
 
 def steps(alone_ms: float, **ratios: float) -> dict[str, Any]:
@@ -44,8 +49,7 @@ def test_what_is_slower_is_named_and_nothing_else() -> None:
         "steps": steps(60, dp=1.494),
         "optimizers": {"devices": {"cpu": {"AdamW, bfloat16": step, "SGD": even}}},
     }
-    text = "\n".join(summary(found))
-    (line,) = (line for line in text.splitlines() if "Slower" in line)
+    line = slower(found)
     assert "dp on `mlp` 1.49 of 1 process" in line
     assert "AdamW, bfloat16 (cpu) 1.32" in line and "SGD" not in line and "fsdp" not in line
 
@@ -56,12 +60,16 @@ def test_memory_stands_beside_torchs() -> None:
         {**row, "side": "fsdp", "between_steps": 291.0, "after_backward": 338.0},
         {**row, "side": "torch-fsdp2", "between_steps": 248.0, "after_backward": 643.0},
     ]
-    text = "\n".join(
-        summary({"steps": steps(60), "memory": {"workloads": {"mlp": {"memory": rows}}}})
-    )
-    assert "`mlp` at 2 ranks 291 against 248 MiB (after a backward 338 against 643)" in text
-    assert "FSDP2 0.25 (`mlp`)" in text
-    assert list(lead({})) == [""]
+    text = memory_beside_fsdp2({"memory": {"workloads": {"mlp": {"memory": rows}}}})
+    assert text == "`mlp` at 2 ranks 291 against 248 MiB (after a backward 338 against 643)"
+    assert lead({}) == []
+
+
+def test_what_is_not_there_leaves_a_cell_or_a_line_empty() -> None:
+    page = list(filled("strategies", {"steps": steps(60)}, ROWS, TEXTS))
+    assert "| 1 process x 2 threads |  |  |  |  |  |" in page[1]
+    assert "2 cores of a CPU" in page[2]
+    assert list(filled("remote", {"pipeline": {}}, ROWS, TEXTS)) == []
 
 
 def test_the_slowest_rank_says_how_soon_a_death_is_known() -> None:

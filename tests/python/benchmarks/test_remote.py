@@ -76,16 +76,16 @@ def test_each_part_has_its_table(made_up: Path) -> None:
     assert bench_remote.main(["--json", str(made_up)]) == 0
     page = readme_results.written(PAGE)
     for line in (
-        "| 1 MiB | 70.0 | 500.0 | 13.0 | 1.0 | 0.140 (0.120 to 0.160) | 0.4: met |",
-        "| call | 4.5 (4.0 to 6.0) | 5: met |",
-        "| call_async and wait | 5.0 (5.0 to 5.0) |  |",
-        "| 2000 | 1900 | 4000 | 600 | 0.500 (0.500 to 0.500) | 0.4: missed |",
-        "| 10000 | 2500 | 4.0 (4.0 to 4.0) | 3: met |",
-        "| caller, after calls | 402.0 | 400.0 | +0.50% | 1%: met |",
-        "| callee, after dropped forwards | 330.0 | 300.0 | +10.00% | 1%: missed |",
-        "| callee killed in a forward | the signal | 1.500 | 1.500 | 1: missed | `[remote] p1",
-        "| callee stopped in a method | its call | 1.500 | 1.500 | 3: met | `[remote] p1",
-        "| caller killed | the signal | 0.500 | 0.500 | 2: met |  |",
+        "| 1 MiB | 70.0 | 500.0 | 13.0 | 1.0 | 0.140 (0.120 to 0.160) |",
+        "| call | 4.5 (4.0 to 6.0) |",
+        "| call_async and wait | 5.0 (5.0 to 5.0) |",
+        "| 2000 | 1900 | 4000 | 600 | 0.500 (0.500 to 0.500) |",
+        "| 10000 | 2500 | 4.0 (4.0 to 4.0) |",
+        "| caller, after calls | 402.0 | 400.0 | +0.50% |",
+        "| callee, after dropped forwards | 330.0 | 300.0 | +10.00% |",
+        "| callee killed in a forward | the signal | 1.500 | 1.500 | `[remote] p1",
+        "| callee stopped in a method | its call | 1.500 | 1.500 | `[remote] p1",
+        "| caller killed | the signal | 0.500 | 0.500 |  |",
     ):
         assert line in page
 
