@@ -6,9 +6,8 @@
 // folder knows Python.
 namespace trireme {
 
-void bind_partition(pybind11::module_& module);       // a part of init_activation()
-void bind_channels(pybind11::module_& module);        // a part of init_pipeline()
-void bind_split_backward(pybind11::module_& module);  // a part of init_pipeline()
+void bind_partition(pybind11::module_& module);  // a part of init_activation()
+void bind_channels(pybind11::module_& module);   // a part of init_pipeline()
 void init_activation(pybind11::module_& module);
 void init_autograd(pybind11::module_& module);
 void init_checkpoint(pybind11::module_& module);

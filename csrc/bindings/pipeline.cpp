@@ -123,7 +123,6 @@ void init_pipeline(py::module_& module) {
   using torch::wrap_pybind_function;
   init_action(module);
   bind_channels(module);
-  bind_split_backward(module);
   py::class_<PipelineSchedule>(module, "PipelineSchedule")
       .def_readonly("ranks", &PipelineSchedule::ranks)
       .def_readonly("stages", &PipelineSchedule::stages)

@@ -9,7 +9,7 @@
 
 #include <utility>
 
-// See [Note: when a backward synchronizes] in trigger.h.
+// See [Note: when a backward synchronizes] in backward_trigger.h.
 
 namespace trireme {
 

@@ -1,7 +1,6 @@
 #pragma once
 
-// Gradient path 4/5. In: transport.h (through grad_reducer.h)  Out: flat_optimizer.h (through
-// .grad)
+// Gradient path 4/5. In: transport.h  Out: flat_optimizer.h (through .grad)
 
 #include <trireme/grad/bucket.h>
 #include <trireme/grad/bucket_layout.h>

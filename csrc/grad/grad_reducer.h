@@ -30,11 +30,11 @@ class CommHook;
 //
 // A gradient's path has two parts. Its *transport* (transport.h) is how it leaves this rank and
 // comes back as a sum: one collective per bucket, one stream of deposits, a communication hook. Its
-// *delivery* (delivery.h) is where the sum ends: whole in .grad (DDP), as a shard of .grad (ZeRO
-// 2), in the .grad of a shard's owner (fully_shard). Strategies differ by these two, and by when a
-// backward synchronizes (trigger.h). The reducer knows neither: it takes each gradient from its
-// hook to its place in the layout, each bucket to the transport when it is full, and each sum to
-// the delivery.
+// *delivery* (grad_delivery.h) is where the sum ends: whole in .grad (DDP), as a shard of .grad
+// (ZeRO 2), in the .grad of a shard's owner (fully_shard). Strategies differ by these two, and by
+// when a backward synchronizes (backward_trigger.h). The reducer knows neither: it takes each
+// gradient from its hook to its place in the layout, each bucket to the transport when it is full,
+// and each sum to the delivery.
 
 struct GradReducerOptions {
   BucketCaps caps{{kFirstBucketBytes, kBucketBytes}};

@@ -1,6 +1,6 @@
 #pragma once
 
-// Gradient path 3/5. In: bucket.h  Out: delivery.h (through grad_reducer.h)
+// Gradient path 3/5. In: bucket.h  Out: grad_delivery.h (through grad_reducer.h)
 
 #include <trireme/comm/communicator.h>
 #include <trireme/grad/bucket.h>

@@ -36,7 +36,6 @@ from trireme._c_pipeline import PipelineRunner as PipelineRunner
 from trireme._c_pipeline import PipelineSchedule as PipelineSchedule
 from trireme._c_pipeline import PipelineStageRequest as PipelineStageRequest
 from trireme._c_pipeline import RowThreads as RowThreads
-from trireme._c_pipeline import SplitBackward as SplitBackward
 from trireme._c_pipeline import TensorChannels as TensorChannels
 from trireme._c_pipeline import differing_texts as differing_texts
 from trireme._c_pipeline import find_tied as find_tied

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, device
-from torch.autograd.graph import GradientEdge
 
 from trireme._C import Communicator, WorkerPool
 
@@ -77,16 +76,6 @@ class DeferredSync:
         prepare: Callable[[], None],
         finish: Callable[[], None],
     ) -> None: ...
-
-class SplitBackward:
-    def __init__(
-        self,
-        roots: Sequence[Tensor | GradientEdge],
-        gradients: Sequence[Tensor],
-        inputs: Sequence[Tensor | None],
-    ) -> None: ...
-    def input_half(self) -> list[Tensor | None]: ...
-    def weight_half(self, weights: Sequence[Tensor]) -> None: ...
 
 class PipelineStageRequest:
     def __init__(

@@ -5,6 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import pipelining as _torchs
 from torch.distributed.pipelining import Pipe, SplitPoint, pipe_split, pipeline
+from torch.distributed.pipelining._backward import (
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
 from torch.distributed.pipelining.microbatch import (
     TensorChunkSpec,
     merge_chunks,
@@ -17,11 +22,6 @@ from trireme._pipeline.balance import balance_by_size, balance_by_time, balance_
 from trireme._pipeline.deferred_batch_norm import DeferredBatchNorm
 from trireme._pipeline.gpipe import GPipe
 from trireme._pipeline.skips import Namespace, Skippable, pop, skippable, stash
-from trireme._pipeline.torch_backward import (
-    stage_backward,
-    stage_backward_input,
-    stage_backward_weight,
-)
 from trireme._pipeline.torch_runtime import _PipelineScheduleRuntime
 from trireme._pipeline.torch_schedules import (
     Schedule1F1B,

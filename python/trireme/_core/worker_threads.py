@@ -20,7 +20,9 @@ def start_threads(pool: WorkerPool, count: int, name: str) -> list[int]:
     """Starts the pool's threads, which end with it. Returns their idents."""
     idents = []
     for worker in range(count):
-        thread = threading.Thread(target=pool.worker_loop(worker), name=f"{name}-{worker}", daemon=True)
+        thread = threading.Thread(
+            target=pool.worker_loop(worker), name=f"{name}-{worker}", daemon=True
+        )
         thread.start()
         assert thread.ident is not None
         idents.append(thread.ident)

@@ -138,7 +138,8 @@ def test_a_thread_that_comes_during_the_pass_of_another_one_waits(rank: int) -> 
         ("backward", trains, evaluates),
         ("forward", evaluates, trains),
     ]
-    for step, (where, first, second) in enumerate(cases):
+    for step, case in enumerate(cases):
+        where, first, second = case
         comer = threading.Thread(target=second)
         for training in (ours, one):
             training.optimizer.zero_grad()

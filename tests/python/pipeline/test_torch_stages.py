@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 import trireme
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.nn.functional import mse_loss
 
 from harness.faults import RANKLESS_FORM, raises
 from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
-from pipeline.ranks import WIDTH, rows
+from pipeline.ranks import rows
 from pipeline.torch_programs import (
     ALL,
     CPU,
@@ -254,76 +253,6 @@ def test_layers_that_compute_gradients_of_weights_later(rank: int) -> None:
             other, other_calls = found[1][number]
             assert torch.equal(gradient, other), (name, number)
             assert sorted(calls) == sorted(other_calls) and len(calls) == 2 * MICRO_BATCHES
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Block(0), Block(1)
-        self.lone = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.first(x)
-        return self.second(x) + self.lone.exp(), x
-
-
-def gradients_of(net: Net) -> dict[str, Tensor | None]:
-    return {name: parameter.grad for name, parameter in net.named_parameters()}
-
-
-def test_a_backward_in_two_halves_is_that_in_one_piece() -> None:
-    for with_loss in (True, False):
-        whole, halves = Net(), Net()
-        inputs = [rows(0).requires_grad_() for _ in range(2)]
-        roots = []
-        for net, x in zip((whole, halves), inputs, strict=True):
-            y, z = net(x)
-            roots.append(((y * z).sum(),) if with_loss else (y, z))
-        given = None if with_loss else [rows(1), rows(2)]
-        output = roots[0][0] if with_loss else roots[0]
-        (expected,) = OURS.stage_backward(output, given and tuple(given), [inputs[0]])
-        (got,), groups = OURS.stage_backward_input(
-            roots[1], given, [inputs[1]], halves.parameters()
-        )
-        assert torch.equal(got, expected) and torch.equal(inputs[1].grad, expected)
-        assert inputs[0].grad is None  # it is returned in place
-        assert all(gradient is None for gradient in gradients_of(halves).values())
-        OURS.stage_backward_weight(halves.parameters(), groups)
-        for name, gradient in gradients_of(whole).items():
-            other = gradients_of(halves)[name]
-            assert gradient is not None and other is not None
-            assert torch.equal(gradient, other), name
-        with raises(ValueError, "expected it once", form=RANKLESS_FORM):
-            OURS.stage_backward_weight(halves.parameters(), groups)
-
-
-def test_halves_of_a_backward_take_gradient_edges_and_some_weights() -> None:
-    whole, halves = Net(), Net()
-    x, y = rows(0).requires_grad_(), rows(0).requires_grad_()
-    OURS.stage_backward(whole(x), (rows(1), None), [x, 3])
-    edges = [get_gradient_edge(half) for half in halves(y)[:1]]
-    wanted = [halves.first.linear.weight]
-    _, groups = OURS.stage_backward_input(edges, [rows(1)], [y, 3], wanted)
-    (got,) = OURS.stage_backward_weight(wanted, groups)
-    assert torch.equal(got, gradients_of(whole)["first.linear.weight"])
-    assert gradients_of(halves)["second.linear.weight"] is None
-    with raises(NotImplementedError, "retain_graph=True", form=RANKLESS_FORM):
-        OURS.stage_backward_weight(wanted, groups, retain_graph=True)
-    with raises(TypeError, "a GradientEdge without a gradient", form=RANKLESS_FORM):
-        OURS.stage_backward_input(edges, None, [y], wanted)
-
-
-def test_gradients_have_the_form_of_outputs() -> None:
-    net, x = Net(), rows(0)
-    y, z = net(x)
-    with raises(ValueError, "gradients of another form", form=RANKLESS_FORM):
-        OURS.stage_backward((y, z), (rows(1),), [x])
-    with raises(ValueError, "gradients with other keys", form=RANKLESS_FORM):
-        OURS.stage_backward({"y": y}, {"z": rows(1)}, [x])
-    with raises(TypeError, "got a int as the gradient", form=RANKLESS_FORM):
-        OURS.stage_backward([y], [3], [x])
-    found = OURS.stage_backward({"y": y, "z": z}, {"y": rows(1), "z": None}, [x, None])
-    assert found == (None, None) and net.lone.grad is not None
 
 
 @on_shm_ranks(2)
