@@ -67,7 +67,7 @@ def _measure(blocks: int) -> ReplicaOverhead:
     parallel = trireme.DataParallel(nn.Linear(WIDTH, WIDTH), replicas=REPLICAS)
     x = torch.randn(ROWS, WIDTH)
     pool = trireme._C.WorkerPool(devices=[torch.device("cpu")], intra_op_threads=[1])
-    thread = threading.Thread(target=pool.seat(0), daemon=True)
+    thread = threading.Thread(target=pool.worker_loop(0), daemon=True)
     thread.start()
     calls = {
         "direct_forward": partial(direct, x),

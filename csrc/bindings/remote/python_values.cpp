@@ -33,8 +33,10 @@ struct Place {
   }
 };
 
-const Place& outermost_of(const Place& place) {
-  return place.outer == nullptr ? place : outermost_of(*place.outer);
+// Returns the argument that a place is in: "args[1]".
+const Place& argument_of(const Place& place) {
+  const bool is_inside = place.outer != nullptr && place.outer->outer != nullptr;
+  return is_inside ? argument_of(*place.outer) : place;
 }
 
 [[noreturn]] void refuse(const Place& place, py::handle object) {
@@ -86,7 +88,7 @@ Value value_at(py::handle object, const Place& place);
 void check_depth(const Place& place) {
   int depth = 0;
   for (const Place* outer = &place; outer != nullptr; outer = outer->outer) ++depth;
-  if (depth > kDeepest + 1) refuse(outermost_of(place), "nested deeper than 100 levels");
+  if (depth > kDeepest + 1) refuse(argument_of(place), "nested deeper than 100 levels");
 }
 
 Values items_of(py::handle sequence, const Place& place) {

@@ -61,7 +61,7 @@ PipelineRanks ranks_of_copy(std::shared_ptr<Communicator> all, const PipelineOpt
   if (replicas < 1 || all->world() % replicas != 0) {
     refuse_pipeline("got replicas=" + std::to_string(replicas) + " of a pipeline on " +
                         std::to_string(all->world()) + " ranks, expected a divisor of these",
-                    "Give each copy as many ranks.");
+                    "Give each replica as many ranks.");
   }
   const int64_t ranks = all->world() / replicas;
   PipelineRanks found{split_contiguous(*all, ranks), split_strided(*all, ranks)};

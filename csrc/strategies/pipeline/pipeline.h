@@ -11,6 +11,7 @@
 #include <trireme/strategies/pipeline/runner.h>
 #include <trireme/strategies/pipeline/schedule_forms.h>
 #include <trireme/strategies/pipeline/schedule_recomputation.h>
+#include <trireme/strategies/pipeline/schedule_text.h>
 #include <trireme/strategies/pipeline/threads/call_turn.h>
 #include <trireme/strategies/pipeline/threads/row_threads.h>
 #include <trireme/sync/no_sync.h>

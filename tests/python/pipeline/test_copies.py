@@ -189,7 +189,7 @@ def test_an_exception_in_one_copy(rank: int) -> None:
 def test_copies_that_differ_are_refused(rank: int) -> None:
     mesh, copy = meshes()
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1 + copy))
-    what = "'1.weight', a parameter of stage 1, as Float [1, 6] on copy 0, and"
+    what = "'1.weight', a parameter of stage 1, as Float [1, 6] on replica 0, and"
     with raises(ValueError, what, form=RANKLESS_FORM):
         trireme.Pipeline(module, CHUNKS, mesh=mesh, loss=mse_loss)
 

@@ -182,12 +182,12 @@ TEST_CASE("an exception in one copy comes out of all of them, and the next step 
   for (const std::string& text : texts) CHECK_THAT(text, Catch::Contains("the third loss"));
 }
 
-TEST_CASE("copies that do not divide the ranks are refused") {
+TEST_CASE("replicas that do not divide the ranks are refused") {
   run_thread_ranks(
       3,
       [&](ThreadRank& rank) {
         CHECK_THROWS_WITH(Pipeline<>(net(), rank.communicator, PipelineOptions{.replicas = 2}),
-                          Catch::Contains("copies=2 of a pipeline on 3 ranks"));
+                          Catch::Contains("replicas=2 of a pipeline on 3 ranks"));
       },
       kTimeout, Engine::kShm);
 }
