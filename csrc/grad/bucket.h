@@ -138,7 +138,7 @@ class TRIREME_API Bucket {
   const PlannedBucket& plan() const { return plan_; }
   // Returns whether its gradients become .grad in the dtypes of `infos`.
   bool delivers_as(const std::vector<ParameterInfo>& infos) const;
-  // Returns gradients and tail together, the data that go over the transport.
+  // Returns gradients and tail together, the data that go over the wire.
   const at::Tensor& transport() const { return buffer_; }
   // Returns the gradients without the tail; the sparse gradient of a sparse bucket.
   virtual at::Tensor payload() const { return buffer_; }

@@ -43,9 +43,9 @@ class TRIREME_API BucketLayout {
  public:
   struct Options {
     BucketCaps caps;
-    // The dtype of floating-point gradients on the transport; that of the parameters if absent.
+    // The dtype of floating-point gradients on the wire; that of the parameters if absent.
     std::optional<at::ScalarType> reduce_dtype;
-    // The dtype of each parameter's gradient on the transport; see ParameterInfo. Empty: as above.
+    // The dtype of each parameter's gradient on the wire; see ParameterInfo. Empty: as above.
     std::vector<std::optional<at::ScalarType>> reduce_dtypes;
     // The beginning of each bucket's name, by which ranks notice that they came to reducers in
     // different orders, even if parameters have the same names.

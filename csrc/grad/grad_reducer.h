@@ -38,7 +38,7 @@ class CommHook;
 
 struct GradReducerOptions {
   BucketCaps caps{{kFirstBucketBytes, kBucketBytes}};
-  // The dtype of floating-point gradients on the transport; that of the parameters if absent. By
+  // The dtype of floating-point gradients on the wire; that of the parameters if absent. By
   // parameter, if the list is not empty.
   std::optional<at::ScalarType> reduce_dtype;
   std::vector<std::optional<at::ScalarType>> reduce_dtypes = {};

@@ -31,7 +31,7 @@ namespace trireme {
 // at which that began: around all others, it is the first that backward comes to.
 //
 // Where the plan is known, the next units are on their way while one computes. Nothing else goes
-// over the transport then.
+// over the wire then.
 //
 // A unit that has no place in the plan any more, and is not there, makes a rank leave the plan. It
 // must not gather by itself: a peer that goes on by the plan would gather another unit at this

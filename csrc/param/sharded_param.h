@@ -49,7 +49,7 @@ struct ShardedParamSpec {
   std::vector<int64_t> sizes;
   at::ScalarType dtype = at::kFloat;
   int64_t dim = 0;  // the dimension that is sharded; from 0 on
-  // The dtype of the unsharded parameter, and that of its gradient on the transport; `dtype` if
+  // The dtype of the unsharded parameter, and that of its gradient on the wire; `dtype` if
   // absent. See also grad_dtype.
   std::optional<at::ScalarType> param_dtype = {};
   std::optional<at::ScalarType> reduce_dtype = {};

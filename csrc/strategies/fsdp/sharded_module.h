@@ -21,7 +21,7 @@
 namespace trireme {
 
 struct FsdpOptions {
-  // The dtype that forward and backward read, and that of gradients on the transport; the
+  // The dtype that forward and backward read, and that of gradients on the wire; the
   // parameters' own if absent.
   std::optional<at::ScalarType> param_dtype = {};
   std::optional<at::ScalarType> reduce_dtype = {};

@@ -124,7 +124,7 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public Sharded
   }
 
   // Brings the state of all shards to rank `to`, where save() then writes it. Collective. Costs the
-  // state of all ranks once, on the transport and in the memory of `to`.
+  // state of all ranks once, on the wire and in the memory of `to`.
   void consolidate(int64_t to = 0);
   // Writes what consolidate() brought here last, as the plain optimizer over the same parameters
   // writes and reads it. Throws ValueError where that is nothing.
