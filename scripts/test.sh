@@ -9,8 +9,10 @@
 # as FLAKY: a defect of the test or of the product like any other, to be found before other work goes on.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
-# Three tests at a time on two cores, each with several ranks: two thirds of a test is a wait.
-jobs=3
+# Tests at a time on two cores, each with several ranks: most of a test is a wait or runs on one core. More of Python's
+# take longer, since each worker of pytest keeps ranks of its own.
+jobs=2
+cpp_jobs=3
 # More failures than these are no accident, and nobody waits for each of them twice more.
 most_accidents=8
 integrations=".venv-integrations-$(basename "$BUILD")"
@@ -71,7 +73,7 @@ one_cpp_test() { ctest --test-dir "$BUILD" --output-on-failure --no-tests=error 
 cpp_tests() {
   local names list="$BUILD/Testing/Temporary/LastTestsFailed.log"
   rm -f "$list"
-  ctest --test-dir "$BUILD" --output-on-failure --no-tests=error -j "$jobs" "$@" && return
+  ctest --test-dir "$BUILD" --output-on-failure --no-tests=error -j "$cpp_jobs" "$@" && return
   [ -f "$list" ] || return 1
   mapfile -t names < <(sed 's/^[0-9]*://' "$list")
   again one_cpp_test -- "${names[@]}"
@@ -132,7 +134,7 @@ if ! grep -qs add_test "$BUILD/tests/cpp/CTestTestfile.cmake"; then
 elif [ -n "${FAST:-}" ]; then
   plan "C++ tests, fast" 60 cpp_tests -E '^(soak/|shm/[at]san|strategies/threads_tsan)'
 else
-  plan "C++ tests" 150 cpp_tests
+  plan "C++ tests" 120 cpp_tests
 fi
 if [ -n "${FAST:-}" ]; then
   plan "Python tests, fast" 60 python_tests $structure \
