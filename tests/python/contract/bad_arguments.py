@@ -270,6 +270,11 @@ class Gathered(torch.Tensor):
         raise AssertionError("called")
 
 
+def outer_first(api: Api) -> None:
+    model = api.fully_shard(net())  # stays: its end is that of the outer unit
+    api.fully_shard(model[0])
+
+
 def optimizer_before(api: Api) -> None:
     module = net()
     optimizer = SGD(module.parameters(), lr=0.1)
@@ -301,7 +306,7 @@ FSDP: dict[str, Case] = {
     "averaged inside": lambda api: api.fully_shard(net(averaged())),
     "traced": lambda api: api.fully_shard(torch.jit.trace(net(), ones())),
     "torch's": lambda api: api.fully_shard(sharded_by_torch()),
-    "outer first": lambda api: api.fully_shard(api.fully_shard(net())[0]),
+    "outer first": outer_first,
     "optimizer of before": optimizer_before,
     "assigned": assigned,
     "factor 0.0": divided(0.0),
