@@ -12,6 +12,7 @@ void init_activation(pybind11::module_& module);
 void init_autograd(pybind11::module_& module);
 void init_checkpoint(pybind11::module_& module);
 void init_comm(pybind11::module_& module);
+void init_compression(pybind11::module_& module);
 void init_data_parallel(pybind11::module_& module);
 void init_ddp(pybind11::module_& module);
 void init_doctor(pybind11::module_& module);

@@ -76,6 +76,7 @@ void init_ddp(py::module_& module) {
       .def_readwrite("bucket_cap_mb", &DdpOptions::bucket_cap_mb)
       .def_readwrite("bucket_cap_mb_list", &DdpOptions::bucket_cap_mb_list)
       .def_readwrite("gradient_as_bucket_view", &DdpOptions::gradient_as_bucket_view)
+      .def_readwrite("compression", &DdpOptions::compression)
       .def_property(
           "reduce_dtype", [](const DdpOptions& options) { return options.reduce_dtype; },
           [](DdpOptions& options, std::optional<at::ScalarType> dtype) {

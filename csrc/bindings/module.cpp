@@ -9,6 +9,7 @@ PYBIND11_MODULE(_C, module) {
   trireme::init_activation(module);  // takes communicators of the above
   trireme::init_checkpoint(module);  // takes communicators, too
   trireme::init_data_parallel(module);
+  trireme::init_compression(module);
   trireme::init_ddp(module);
   trireme::init_doctor(module);
   trireme::init_deferred_sync(module);

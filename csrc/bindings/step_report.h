@@ -17,6 +17,8 @@ inline pybind11::dict to_dict(const StepReport& report) {
   dict["streamed"] = report.streamed;
   dict["reduced_bytes"] = report.reduced_bytes;
   dict["buckets"] = report.buckets;
+  dict["sent_bytes"] = report.sent_bytes;
+  dict["encode_ms"] = report.encode_ms;
   return dict;
 }
 

@@ -121,6 +121,7 @@ void GradReducer::begin_transport() {
   transport.begin({.buckets = layout_.buckets(),
                    .labels = layout_.labels(),
                    .parameters = &layout_.infos(),
+                   .tensors = &layout_.parameters(),
                    .scale = scale(),
                    .map = layout_.carries_tail() ? &layout_.used() : nullptr,
                    .shadow = is_shadow(),
@@ -239,6 +240,8 @@ void GradReducer::collect(bool may_learn) {
   if (may_learn && layout_.arrivals().has_observed()) learn_order();
   queue_.drop();
   delivery_->after_backward();
+  const SentCodes sent = transports_.chosen().sent();
+  clock_.codes_sent(sent.bytes, sent.encode_ms);
   clock_.backward_ends();
   communicator_->show_step(step_, /*is_done=*/true);
 }
@@ -341,6 +344,9 @@ void GradReducer::set_manual_finalization(bool manual) {
 
 void GradReducer::set_comm_hook(std::shared_ptr<CommHook> hook) {
   const auto lock = trigger_->lock();
+  checks_.expect(!transports_.own().traits().is_compressed,
+                 "got a communication hook beside `compression`, expected one of the two",
+                 "Leave one of them out.");
   checks_.expect(trigger_->is_idle() && !transports_.own().traits().keeps_buckets,
                  "got a second communication hook, expected one per module",
                  "Combine the two in one hook (e.g. fp16_compress_wrapper).");

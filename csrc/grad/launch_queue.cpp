@@ -152,6 +152,7 @@ void LaunchQueue::deliver_by_map() {
       const auto index = static_cast<size_t>(parameter);
       if (!layout_.place_of(index).is_planned() || is_delivered_[index]) continue;
       if (used.ranks_using(parameter) == 0) {
+        step_.transport->unused(parameter);
         delivery_.restore(*bucket, slot);
         continue;
       }
@@ -182,6 +183,7 @@ void LaunchQueue::reduce_extra_bucket(Transport& transport, double scale,
     delivery_.show_sums(beside);
     for (size_t slot = 0; slot < slots.size(); ++slot) {
       const auto index = static_cast<size_t>(slots[slot].parameter);
+      if (is_asked_for[index] && !used[index]) transport.unused(slots[slot].parameter);
       if (!is_asked_for[index] || !used[index]) continue;
       if (delivery_.delivery_time_of(index) == GradDelivery::DeliveryTime::kHeldBack) continue;
       delivery_.deliver(bucket, slot);

@@ -22,6 +22,10 @@ struct StepReport {
   double hidden_comm_ms = 0;   // some collective was in flight while backward computed
   int64_t reduced_bytes = 0;   // payload of this rank, once
   int64_t buckets = 0;
+  // Under compression: what this rank sent to other senders, beside the used-map (an all-reduce
+  // counts once), and how long it took to code it. Else 0.
+  int64_t sent_bytes = 0;
+  double encode_ms = 0;
   bool streamed = false;  // gradients went as one stream of deposits, see stream_transport.h
 };
 
@@ -46,6 +50,10 @@ class StepClock {
     launched_.push_back(Clock::now());
     open_.reduced_bytes += bytes;
     ++open_.buckets;
+  }
+  void codes_sent(int64_t bytes, double encode_ms) {
+    open_.sent_bytes = bytes;
+    open_.encode_ms = encode_ms;
   }
   // Counts buckets in launch order. Without a time from the engine the bucket ended now.
   void bucket_done(size_t bucket, std::optional<Clock::time_point> finished) {

@@ -24,6 +24,7 @@ struct TransportStep {
   Buckets& buckets;
   const std::vector<std::string>& labels;
   const std::vector<ParameterInfo>* parameters = nullptr;  // names, for messages; may be null
+  const std::vector<at::Tensor>* tensors = nullptr;        // those parameters; may be null
   double scale = 1;                                        // gradients are multiplied by it
   const UsedMap* map;        // rides behind the last bucket's gradients; null if it goes alone
   bool shadow = false;       // this rank contributes zeros
@@ -64,6 +65,14 @@ struct TransportTraits {
   bool streams = false;
   // A stream may take its place where ranks share memory.
   bool may_become_stream = false;
+  // Codes leave instead of gradients.
+  bool is_compressed = false;
+};
+
+// The codes of a step that this rank has sent.
+struct SentCodes {
+  int64_t bytes = 0;     // to other senders; an all-reduce counts once
+  double encode_ms = 0;  // to make them
 };
 
 // How gradients leave this rank, and come back as sums over the ranks. A gradient that is not
@@ -111,6 +120,12 @@ class TRIREME_API Transport {
   virtual Pending reduce_map(const at::Tensor& counts) {
     return ranks_->all_reduce({counts}, ReduceOp::kSum, "used-map");
   }
+
+  // Called when the map has shown that no rank used a parameter: what came back for it goes
+  // nowhere.
+  virtual void unused(int64_t /*parameter*/) {}
+  // Returns what has left in this step, or the one before, as codes.
+  virtual SentCodes sent() const { return {}; }
 
   // Returns whether a launch may wait for other ranks, and so must wait for the end of backward.
   virtual bool launch_waits() const { return false; }

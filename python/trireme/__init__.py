@@ -15,7 +15,7 @@ from trireme._launch.shm_backend import register  # noqa: E402
 
 register()
 
-from trireme import optim  # noqa: E402
+from trireme import compression, optim  # noqa: E402
 from trireme.clip_grad import clip_grad_norm_  # noqa: E402
 from trireme.ddp import DistributedDataParallel  # noqa: E402
 from trireme.host_writing import writing  # noqa: E402
@@ -173,6 +173,7 @@ __all__ = [
     "checkpoint_sequential",
     "clip_grad_norm_",
     "collect_losses",
+    "compression",
     "convert_deferred_batch_norm",
     "convert_sync_batchnorm",
     "create_selective_checkpoint_contexts",

@@ -1,6 +1,7 @@
 #include <trireme/strategies/ddp/ddp.h>
 
 #include <trireme/common/trace.h>
+#include <trireme/grad/codes/compressed_transport.h>
 #include <trireme/grad/plan_agreement.h>
 #include <trireme/strategies/ddp/whole_delivery.h>
 
@@ -68,6 +69,8 @@ Ddp::Ddp(ModuleTensors module, std::shared_ptr<Communicator> communicator,
     TORCH_CHECK(difference.empty(), difference);  // a RuntimeError, as torch's DDP raises
   }
   check_module(infos, communicator_->rank_of());
+  if (options.init_sync) check_same_compression(*communicator_, options.compression);
+  if (options.compression) check_compressible(infos, communicator_->rank_of());
   if (options.init_sync) {
     broadcast_module(module.parameters.tensors,
                      options.init_sync_buffers ? module.buffers : std::vector<at::Tensor>{},
@@ -81,7 +84,15 @@ Ddp::Ddp(ModuleTensors module, std::shared_ptr<Communicator> communicator,
   parts.communicator = communicator_;
   parts.trigger = trigger_;
   parts.delivery = std::make_shared<WholeDelivery>(trigger_, options.gradient_as_bucket_view);
+  if (options.compression) parts.transport = compressed(*options.compression);
   reducer_ = GradReducer::make(module.parameters, std::move(parts), reducer_options);
+}
+
+// Returns null where nothing is sent.
+std::unique_ptr<Transport> Ddp::compressed(const Compression& compression) const {
+  check(compression);
+  if (!has_several_senders(*communicator_, between(compression))) return nullptr;
+  return std::make_unique<CompressedTransport>(communicator_, compression);
 }
 
 // See [Note: one inside another] in ddp.h.

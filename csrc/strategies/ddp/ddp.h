@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/comm/communicator.h>
+#include <trireme/grad/codes/compression.h>
 #include <trireme/grad/grad_reducer.h>
 
 #include <ATen/core/Tensor.h>
@@ -28,6 +29,9 @@ struct DdpOptions {
   bool gradient_as_bucket_view = false;
   // The dtype in which floating-point gradients travel; their own if absent.
   std::optional<at::ScalarType> reduce_dtype;
+  // What gradients become on links between senders (grad/codes/compression.h); themselves if
+  // absent.
+  std::optional<Compression> compression;
 };
 
 // The tensors of a module that DDP keeps equal on all ranks.
@@ -54,7 +58,8 @@ TRIREME_API BucketCaps bucket_caps(const DdpOptions& options);
 // gradient's memory]).
 class TRIREME_API Ddp {
  public:
-  // Throws ValueError on bad options and for parameters on several kinds of device, and c10::Error,
+  // Throws ValueError on bad options, for parameters on several kinds of device, for sparse
+  // gradients under compression and where ranks compress differently, and c10::Error,
   // as torch's DDP does, for a module without trainable parameters and (on all ranks alike, with
   // init_sync) where ranks hold different parameters.
   Ddp(ModuleTensors module, std::shared_ptr<Communicator> communicator, const DdpOptions& options);
@@ -108,6 +113,7 @@ class TRIREME_API Ddp {
   void broadcast_module(const std::vector<at::Tensor>& parameters,
                         const std::vector<at::Tensor>& buffers, int64_t root);
   std::shared_ptr<Forwards> leading() const;
+  std::unique_ptr<Transport> compressed(const Compression& compression) const;
 
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<BackwardTrigger> trigger_ = std::make_shared<BackwardTrigger>();

@@ -13,6 +13,7 @@ from torch._utils import _get_device_index
 from torch.distributed import GradBucket
 from torch.distributed.device_mesh import DeviceMesh
 
+from trireme._core.compression import Compression
 from trireme._ddp import AREA, refuse
 
 
@@ -92,6 +93,19 @@ def check_bucket_caps(
         if not cap > 0:
             got = f"got a bucket cap of {cap} MiB, expected a positive number"
             refuse(got, "Leave bucket_cap_mb out for the default of 25.", group)
+
+
+def check_compression(compression: object, group: dist.ProcessGroup) -> Compression | None:
+    """A method of ``trireme.compression``, or None."""
+    if compression is None or isinstance(compression, Compression):
+        return compression
+    refuse(
+        f"got {type(compression).__name__} as compression, expected a method of "
+        "trireme.compression",
+        "Pass one such as trireme.compression.Int8().",
+        group,
+        kind=TypeError,
+    )
 
 
 def check_delayed(delayed: object, hooked: nn.Parameter | None, group: dist.ProcessGroup) -> None:

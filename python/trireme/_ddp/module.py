@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from trireme import _C
+from trireme._core.compression import Compression
 from trireme._core.find_tensors import find_tensors
 from trireme._core.group_communicator import communicator_of
 from trireme._core.joined_steps import check_joined_batch_norms
@@ -27,6 +28,7 @@ from trireme._ddp.checks import (
     check_batch_norms,
     check_bucket_caps,
     check_comm_hook,
+    check_compression,
     check_delayed,
     check_device_ids,
     check_materialized,
@@ -95,6 +97,8 @@ class DistributedDataParallel(TorchNames):
             bucket.
         mixed_precision: torch's ``_MixedPrecision``; needs no CUDA stream, works on CPU.
         device_mesh: a 1-D mesh in place of ``process_group``.
+        compression: what gradients become on slow links, of ``trireme.compression``; themselves if
+            None. The same on all ranks.
 
     Raises:
         ValueError, TypeError: bad arguments.
@@ -131,6 +135,8 @@ class DistributedDataParallel(TorchNames):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
+        *,
+        compression: Compression | None = None,
     ) -> None:
         # torch's __init__ would build a c10d::Reducer beside ours.
         nn.Module.__init__(self)
@@ -167,6 +173,7 @@ class DistributedDataParallel(TorchNames):
         self.batched_grad_copy = batched_grad_copy
         self.lazy_bucket_allocation = lazy_bucket_allocation
         self.mixed_precision = mixed_precision
+        self.compression = check_compression(compression, group)
         if forward_sync_buffers is None:
             forward_sync_buffers = init_sync_buffers = broadcast_buffers is not False
         else:
@@ -206,6 +213,8 @@ class DistributedDataParallel(TorchNames):
         options.gradient_as_bucket_view = self.gradient_as_bucket_view
         if self._mixed_forward is not None:
             options.reduce_dtype = self._mixed_forward.reduce_dtype
+        if self.compression is not None:
+            options.compression = self.compression._core()
 
         tensors = ModuleTensors.of(self.module, self.parameters_to_ignore)
         self._take_over(tensors)
@@ -348,8 +357,9 @@ class DistributedDataParallel(TorchNames):
         Keys: ``step``, ``forward_ms``, ``backward_ms``, ``waiting_ms`` (backward had nothing left
         to do but wait), ``exposed_comm_ms`` (the same), ``hidden_comm_ms`` (a collective was in
         flight while backward computed), ``reduced_bytes``, ``buckets``, ``streamed`` (they went as
-        one stream of deposits through shared memory, summed up by the ranks themselves). On CUDA
-        the device may still be at work when the host is done.
+        one stream of deposits through shared memory, summed up by the ranks themselves), and under
+        ``compression`` ``sent_bytes`` (to other senders; an all-reduce counts once) and
+        ``encode_ms``. On CUDA the device may still be at work when the host is done.
         """
         return self._core.last_step()
 

@@ -18,7 +18,7 @@ from harness.on_ranks import WORLD, on_ranks
 
 KEYS = {
     *("step", "forward_ms", "backward_ms", "waiting_ms", "exposed_comm_ms", "hidden_comm_ms"),
-    *("reduced_bytes", "buckets", "streamed"),
+    *("reduced_bytes", "buckets", "streamed", "sent_bytes", "encode_ms"),
 }
 
 

@@ -1,0 +1,78 @@
+#include <trireme/grad/codes/compression.h>
+
+#include <trireme/bindings/bindings.h>
+#include <trireme/common/error.h>
+
+#include <pybind11/stl.h>
+
+#include <string>
+
+namespace trireme {
+namespace {
+
+namespace py = pybind11;
+
+void refuse(const char* argument, const std::string& got, const char* expected) {
+  TORCH_CHECK_VALUE(
+      false, error_text("compression",
+                        std::string("got ") + argument + "='" + got + "', expected " + expected, {},
+                        "Leave it out for the default."));
+}
+
+Between between_of(const std::string& name) {
+  if (name != "hosts" && name != "ranks") refuse("between", name, "'hosts' or 'ranks'");
+  return name == "hosts" ? Between::kHosts : Between::kRanks;
+}
+
+Rounding rounding_of(const std::string& name) {
+  if (name != "nearest" && name != "stochastic")
+    refuse("rounding", name, "'nearest' or 'stochastic'");
+  return name == "nearest" ? Rounding::kNearest : Rounding::kStochastic;
+}
+
+template <typename Method>
+Method checked(Method method) {
+  check(method);
+  return method;
+}
+
+template <typename Method>
+void define_cast(py::module_& module, const char* name) {
+  py::class_<Method>(module, name)
+      .def(py::init([](bool error_feedback, int64_t dense_below, const std::string& between) {
+             return checked(Method{error_feedback, dense_below, between_of(between)});
+           }),
+           py::kw_only(), py::arg("error_feedback"), py::arg("dense_below"), py::arg("between"));
+}
+
+template <typename Method>
+void define_blocks(py::module_& module, const char* name) {
+  py::class_<Method>(module, name)
+      .def(py::init([](int64_t block, bool error_feedback, int64_t dense_below,
+                       const std::string& between) {
+             return checked(Method{block, error_feedback, dense_below, between_of(between)});
+           }),
+           py::kw_only(), py::arg("block"), py::arg("error_feedback"), py::arg("dense_below"),
+           py::arg("between"));
+}
+
+}  // namespace
+
+void init_compression(py::module_& module) {
+  define_cast<Fp16>(module, "Fp16");
+  define_cast<Bf16>(module, "Bf16");
+  define_blocks<Int4>(module, "Int4");
+  define_blocks<Sign>(module, "Sign");
+  py::class_<Int8>(module, "Int8")
+      .def(py::init([](int64_t block, const std::string& rounding, bool error_feedback,
+                       int64_t dense_below, const std::string& between) {
+             return checked(Int8{block, rounding_of(rounding), error_feedback, dense_below,
+                                 between_of(between)});
+           }),
+           py::kw_only(), py::arg("block"), py::arg("rounding"), py::arg("error_feedback"),
+           py::arg("dense_below"), py::arg("between"));
+  module.def("code_bytes", py::overload_cast<const Compression&, int64_t>(&code_bytes),
+             py::arg("compression"), py::arg("numel"));
+}
+
+}  // namespace trireme

@@ -1,0 +1,152 @@
+#include <trireme/grad/codes/compressed_transport.h>
+
+#include <trireme/common/error.h>
+#include <trireme/common/trace.h>
+
+#include <ATen/ATen.h>
+#include <c10/util/hash.h>
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+namespace trireme {
+namespace {
+
+// Returns the gradients of a bucket as adjacent real numbers.
+at::Tensor reals_of(const at::Tensor& payload) {
+  const at::Tensor flat = payload.view({-1});
+  return flat.is_complex() ? at::view_as_real(flat).view({-1}) : flat;
+}
+
+}  // namespace
+
+CompressedTransport::CompressedTransport(std::shared_ptr<Communicator> ranks,
+                                         const Compression& compression)
+    : Transport(std::move(ranks), {.carries_map = false, .is_compressed = true}),
+      compression_(compression) {
+  check(compression_);
+  if (const auto* int8 = std::get_if<Int8>(&compression_))
+    has_dither_ = int8->rounding == Rounding::kStochastic;
+}
+
+void CompressedTransport::begin(const TransportStep& step) {
+  if (!senders_) senders_ = make_senders(ranks_, between(compression_));
+  step_ = {&step.buckets, step.parameters, step.tensors,
+           std::vector<bool>(step.parameters->size(), false),
+           std::make_shared<BucketJourneys>(*senders_)};
+  residuals_.forget_copies();
+  sent_ = {};
+  ++steps_;
+  for (const auto& bucket : step.buckets)
+    if (bucket->plan().sparse) refuse_sparse(name_of(bucket->plan().slots.front()));
+}
+
+void CompressedTransport::accumulated(size_t bucket, size_t slot) {
+  Bucket& to = *(*step_.buckets)[bucket];
+  const BucketSlot& planned = to.plan().slots[slot];
+  if (parameter(planned).grad().layout() != at::kStrided) refuse_sparse(name_of(planned));
+  step_.arrived[static_cast<size_t>(planned.parameter)] = true;
+  to.gradient_arrived(slot, /*scale=*/1);
+}
+
+Pending CompressedTransport::launch(const TransportBucket& request) {
+  TRIREME_TRACE("compressed_transport.launch");
+  Bucket& bucket = request.bucket;
+  bucket.complete(/*scale=*/1);
+  const at::NoGradGuard no_grad;
+  const at::Tensor gradients = reals_of(bucket.payload());
+  BucketJourney journey;
+  journey.memory = gradients.to(at::kCPU, at::kFloat);  // the same, if it is that already
+  if (!journey.memory.is_same(gradients)) journey.copy_to = gradients;
+  journey.label = request.label;
+  journey.parts_of_legs.resize(static_cast<size_t>(senders_->legs));
+  // A host's input counts as much as those of all its ranks, whatever their number.
+  const double share = static_cast<double>(senders_->count) / static_cast<double>(ranks_->world());
+  CodeExchange codes{senders_->between, {}, journey.memory, request.scale / share, request.label};
+  codes.input_scale = share;
+  const int64_t reals = bucket.payload().is_complex() ? 2 : 1;
+  for (const BucketSlot& slot : bucket.plan().slots) {
+    const at::Tensor values = journey.memory.narrow(0, slot.offset * reals, slot.numel * reals);
+    for (int64_t leg = 0; leg < senders_->legs; ++leg) {
+      const Part part = part_of(slot, values.numel(), leg);
+      if (part.numel == 0) continue;
+      journey.parts_of_legs[static_cast<size_t>(leg)].push_back(
+          values.narrow(0, part.begin, part.numel));
+      if (leg != senders_->leg) continue;
+      codes.gradients.push_back(coded(slot, values, part));
+      // A bucket beside the plan holds what other ranks may have left out.
+      if (!is_of_step(request) || !step_.arrived[static_cast<size_t>(slot.parameter)])
+        residuals_.keep_copy(parameter(slot));
+    }
+  }
+  journey.exchange = [this, codes = std::move(codes)] { return exchange(codes); };
+  return step_.journeys->start(std::move(journey));
+}
+
+// Cuts a parameter between the legs of a host where blocks begin, so that codes do not depend on
+// legs. One that is dense goes by one of them.
+CompressedTransport::Part CompressedTransport::part_of(const BucketSlot& slot, int64_t numel,
+                                                       int64_t leg) const {
+  if (is_dense(compression_, slot.numel))
+    return slot.parameter % senders_->legs == leg ? Part{0, numel} : Part{};
+  const auto format = block_format(compression_);
+  const int64_t block = format ? format->block : 1;
+  const int64_t blocks = (numel + block - 1) / block;
+  const int64_t begin = std::min(numel, leg * blocks / senders_->legs * block);
+  return {begin, std::min(numel, (leg + 1) * blocks / senders_->legs * block) - begin};
+}
+
+CodedGradient CompressedTransport::coded(const BucketSlot& slot, const at::Tensor& values,
+                                         Part part) {
+  CodedGradient gradient{values.data_ptr<float>() + part.begin, part.numel,
+                         is_dense(compression_, slot.numel)};
+  gradient.first = part.begin;
+  if (gradient.is_dense) return gradient;
+  if (has_error_feedback(compression_))
+    gradient.residual = residuals_.of(parameter(slot), part.numel);
+  if (has_dither_) gradient.dither = dither_of(slot);
+  return gradient;
+}
+
+CodesInFlight CompressedTransport::exchange(CodeExchange exchange) {
+  const at::NoGradGuard no_grad;
+  const auto begin = Pending::Clock::now();
+  const auto format = block_format(compression_);
+  CodesInFlight flight = format ? gather_block_codes(*format, std::move(exchange))
+                                : reduce_casts(*cast_dtype(compression_), std::move(exchange));
+  sent_.bytes += flight.sent_bytes;
+  sent_.encode_ms +=
+      std::chrono::duration<double, std::milli>(Pending::Clock::now() - begin).count();
+  return flight;
+}
+
+bool CompressedTransport::is_of_step(const TransportBucket& request) const {
+  const Buckets& planned = *step_.buckets;
+  return request.index < planned.size() && planned[request.index].get() == &request.bucket;
+}
+
+// No .grad gets what was sent, so it is left out as before.
+void CompressedTransport::unused(int64_t parameter) {
+  residuals_.take_back((*step_.tensors)[static_cast<size_t>(parameter)]);
+}
+
+void CompressedTransport::announce_failure(const std::string& text) noexcept {
+  announce(*ranks_, text);
+  if (senders_) senders_->announce_failure(text);
+}
+
+// The same for all legs of a sender.
+uint32_t CompressedTransport::dither_of(const BucketSlot& slot) const {
+  return static_cast<uint32_t>(c10::get_hash(name_of(slot), steps_, senders_->between->rank()));
+}
+
+void CompressedTransport::refuse_sparse(const std::string& name) const {
+  TORCH_CHECK_VALUE(
+      false,
+      error_text("compression", "got sparse gradients of '" + name + "', expected dense ones",
+                 ranks_->rank_of(),
+                 "Leave sparse=True out of the layer, or compression out of the wrapper."));
+}
+
+}  // namespace trireme

@@ -1,0 +1,106 @@
+#include <trireme/grad/codes/senders.h>
+
+#include <trireme/comm/gather_texts.h>
+#include <trireme/comm/host.h>
+#include <trireme/comm/hosts/host_layout.h>
+#include <trireme/comm/subgroups.h>
+#include <trireme/common/error.h>
+#include <trireme/shm/host_group.h>
+
+#include <c10/util/Exception.h>
+
+#include <utility>
+
+namespace trireme {
+namespace {
+
+constexpr const char* kArea = "compression";
+
+std::string text_of(const std::optional<Compression>& compression) {
+  return compression ? to_string(*compression) : "no compression";
+}
+
+// Returns the host whose ranks send together, if ranks do not send for themselves.
+Host* host_of(Communicator& ranks, Between between) {
+  return between == Between::kHosts ? ranks.host() : nullptr;
+}
+
+void say_that_nothing_changes(const Communicator& ranks) {
+  if (ranks.rank() != 0) return;
+  TORCH_WARN_ONCE(error_text(
+      kArea, "all ranks are on one host, so nothing is compressed between hosts", ranks.rank_of(),
+      "Pass between=\"ranks\" to compress between the ranks of a host."));
+}
+
+std::shared_ptr<Communicator> split(Communicator& ranks, const std::vector<int64_t>& members,
+                                    const std::string& name) {
+  return ranks.split({members.begin(), members.end()}, name);
+}
+
+std::vector<int64_t> legs_beside(const HostLayout& layout) {
+  std::vector<int64_t> members;
+  for (const auto& host : layout.hosts) members.push_back(host[static_cast<size_t>(layout.place)]);
+  return members;
+}
+
+Senders senders_of(Communicator& ranks, const HostLayout& layout) {
+  Senders senders{layout.count(), layout.legs, layout.place, nullptr};
+  if (layout.ranks_here() > 1) {
+    const std::string host = std::to_string(layout.here().front());
+    senders.inside = split(ranks, layout.here(), "host of " + host);
+    senders.spread = duplicate(*senders.inside);
+  }
+  if (layout.has_leg())
+    senders.between = split(ranks, legs_beside(layout), "leg " + std::to_string(layout.place));
+  return senders;
+}
+
+void announce(const std::shared_ptr<Communicator>& ranks, const std::string& text) noexcept {
+  if (ranks && ranks->world() > 1 && !ranks->failure()) ranks->announce_failure(text);
+}
+
+}  // namespace
+
+void Senders::announce_failure(const std::string& text) const noexcept {
+  announce(inside, text);
+  announce(spread, text);
+  announce(between, text);
+}
+
+bool has_several_senders(Communicator& ranks, Between between) {
+  if (ranks.world() == 1) return false;
+  Host* host = host_of(ranks, between);
+  if (host == nullptr || host->group().hosts().size() > 1) return true;
+  say_that_nothing_changes(ranks);
+  return false;
+}
+
+Senders make_senders(const std::shared_ptr<Communicator>& ranks, Between between) {
+  Host* host = host_of(*ranks, between);
+  if (host == nullptr) return {ranks->world(), 1, 0, ranks};
+  return senders_of(*ranks, HostLayout(host->group().hosts(), ranks->rank()));
+}
+
+void check_same_compression(Communicator& communicator,
+                            const std::optional<Compression>& compression) {
+  const auto texts = differing_texts(text_of(compression), communicator, false).first;
+  if (!texts) return;
+  size_t other = 1;
+  while (texts->at(other) == texts->front()) ++other;
+  TORCH_CHECK_VALUE(
+      false,
+      error_text(kArea,
+                 "got " + texts->front() + " on rank 0 and " + texts->at(other) + " on rank " +
+                     std::to_string(other) + ", expected the same on all ranks",
+                 communicator.rank_of(), "Pass the same compression on every rank."));
+}
+
+void check_compressible(const std::vector<ParameterInfo>& parameters, RankOf where) {
+  for (const ParameterInfo& info : parameters)
+    TORCH_CHECK_VALUE(
+        !info.sparse_gradient,
+        error_text(kArea, "got sparse gradients of '" + info.name + "', expected dense ones", where,
+                   "Leave sparse=True out of the layer, or compression out of the wrapper."));
+}
+
+}  // namespace trireme

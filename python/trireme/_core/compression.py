@@ -1,0 +1,97 @@
+"""Methods of gradient compression, as values; ``trireme.compression`` shows them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trireme import _C
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compression:
+    """What gradients become on the links between senders. See ``docs/compression.md``.
+
+    A sender is a host, with all its ranks that share memory, or each rank for itself. Codes are
+    made per parameter, in fp32; what a code leaves out of a gradient is kept, 4 bytes per element
+    and sender, and added to the next one (``error_feedback``).
+
+    Args:
+        error_feedback: keep what codes leave out. Without it, it is lost.
+        dense_below: parameters of fewer elements go as fp32, and so do those that a code would not
+            shrink.
+        between: ``"hosts"`` compresses what leaves a host, and nothing on a single host;
+            ``"ranks"`` compresses what leaves a rank.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+
+    error_feedback: bool = True
+    dense_below: int = 1024
+    between: str = "hosts"
+
+    def __post_init__(self) -> None:
+        self._core()
+
+    def _core(self) -> Any:
+        """The value of the same name that the core takes."""
+        return getattr(_C, type(self).__name__)(**asdict(self))
+
+    def bytes(self, shape: int | Sequence[int]) -> int:
+        """Returns the bytes that one sender sends for a parameter of that shape in one journey."""
+        numel = shape if isinstance(shape, int) else math.prod(shape)
+        return _C.code_bytes(self._core(), numel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp16(Compression):
+    """Gradients rounded to fp16 and all-reduced: 2 bytes per element.
+
+    torch: ``fp16_compress_hook``.
+    """
+
+    error_feedback: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bf16(Compression):
+    """Gradients rounded to bf16 and all-reduced: 2 bytes per element.
+
+    torch: ``bf16_compress_hook``.
+    """
+
+    error_feedback: bool = False
+
+
+@dataclass(frozen=True)
+class Int8(Compression):
+    """8 bits per element and a scale per block: ``1 + 4 / block`` bytes.
+
+    Args:
+        block: elements that share a scale, their largest size.
+        rounding: ``"nearest"``, or ``"stochastic"``: up or down by chance, right on average, drawn
+            from the step, the parameter and the sender.
+    """
+
+    block: int = 256
+    rounding: str = "nearest"
+
+
+@dataclass(frozen=True)
+class Int4(Compression):
+    """4 bits per element and a scale per block: ``1/2 + 4 / block`` bytes."""
+
+    block: int = 64
+
+
+@dataclass(frozen=True)
+class Sign(Compression):
+    """The sign of each element and the mean size of a block: ``1/8 + 4 / block`` bytes.
+
+    signSGD with error feedback (Karimireddy et al., 2019).
+    """
+
+    block: int = 256

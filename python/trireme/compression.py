@@ -1,0 +1,16 @@
+"""Gradient compression: what gradients become on the links between hosts.
+
+    from trireme import compression
+    ddp = trireme.DistributedDataParallel(model, compression=compression.Int8())
+
+Each method is a value; see ``docs/compression.md`` for which one suits which link.
+"""
+
+from trireme._core.compression import Bf16, Compression, Fp16, Int4, Int8, Sign
+
+__all__ = ["Bf16", "Compression", "Fp16", "Int4", "Int8", "Sign"]
+
+# Users import them from here, and so they are printed and pickled.
+for _method in (Bf16, Compression, Fp16, Int4, Int8, Sign):
+    _method.__module__ = __name__
+del _method

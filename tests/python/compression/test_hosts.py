@@ -1,0 +1,71 @@
+"""Compression between hosts: the ranks of a host send together, each leg its part."""
+
+import numpy as np
+import pytest
+import trireme
+from trireme import compression as c
+from trireme.compression import Compression
+
+from compression.given import SIZES, Given, averaged, drawn
+from compression.reference import Sender, mean_of
+from harness.pretended_hosts import LAYOUTS, on_hosts
+
+METHODS: dict[str, Compression] = {
+    "int8": c.Int8(),
+    "int4 in odd blocks": c.Int4(block=33),
+    "sign": c.Sign(),
+    "stochastic": c.Int8(rounding="stochastic"),
+    "bf16": c.Bf16(error_feedback=True),
+}
+
+
+def hosts_of(layout: str) -> list[list[int]]:
+    """The ranks of each host, hosts in the order of their first ranks."""
+    names = LAYOUTS[layout]
+    return [
+        [rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)
+    ]
+
+
+def of_hosts(layout: str, step: int, parameter: str) -> list[np.ndarray]:
+    """What each host codes: its ranks' sum, which counts as much as they are."""
+    made = []
+    for ranks in hosts_of(layout):
+        total = np.zeros(SIZES[parameter], np.float32)
+        for rank in ranks:
+            total = total + drawn(step, rank)[parameter].numpy()
+        share = np.float32(len(hosts_of(layout)) / len(LAYOUTS[layout]))
+        made.append((total * share).reshape(-1))
+    return made
+
+
+def train(rank: int, world: int, layout: str, name: str) -> None:
+    method = METHODS[name]
+    bytes_of = []
+    for cap_mb in (25, 0.001):
+        ddp = trireme.DistributedDataParallel(
+            Given(SIZES), compression=method, bucket_cap_mb=cap_mb
+        )
+        senders = [{name: Sender(method) for name in SIZES} for _ in hosts_of(layout)]
+        for step in range(3):
+            got = averaged(ddp, drawn(step, rank))
+            for parameter, value in got.items():
+                inputs = of_hosts(layout, step, parameter)
+                found = value.view(-1).numpy()
+                if name in ("stochastic", "bf16"):
+                    size = max(np.abs(values).max() for values in inputs)
+                    assert np.abs(found - sum(inputs) / len(inputs)).max() <= 4 * size / 127
+                    continue
+                sent = [senders[host][parameter].send(inputs[host]) for host in range(len(inputs))]
+                np.testing.assert_array_equal(found, mean_of(sent))
+        bytes_of.append(ddp.last_step()["sent_bytes"])
+    legs = min(len(ranks) for ranks in hosts_of(layout))
+    place = next(ranks.index(rank) for ranks in hosts_of(layout) if rank in ranks)
+    assert all((count > 0) == (place < legs) for count in bytes_of)
+
+
+@pytest.mark.parametrize("layout", ["2x2", "apart", "1+3", "1+1+2"])
+@pytest.mark.parametrize("name", METHODS)
+def test_equals_numpy(layout: str, name: str) -> None:
+    """Whatever bucket a parameter is in, and however many legs a host has."""
+    on_hosts(layout, train, layout, name)
