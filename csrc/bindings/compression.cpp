@@ -5,7 +5,9 @@
 
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <string>
+#include <vector>
 
 namespace trireme {
 namespace {
@@ -71,8 +73,37 @@ void init_compression(py::module_& module) {
            }),
            py::kw_only(), py::arg("block"), py::arg("rounding"), py::arg("error_feedback"),
            py::arg("dense_below"), py::arg("between"));
-  module.def("code_bytes", py::overload_cast<const Compression&, int64_t>(&code_bytes),
-             py::arg("compression"), py::arg("numel"));
+  py::class_<TopK>(module, "TopK")
+      .def(py::init([](double density, std::optional<int64_t> chunk, int64_t bits, bool exact,
+                       double decay, bool error_feedback, int64_t dense_below,
+                       const std::string& between) {
+             return checked(TopK{density, chunk, bits, exact, decay, error_feedback, dense_below,
+                                 between_of(between)});
+           }),
+           py::kw_only(), py::arg("density"), py::arg("chunk"), py::arg("bits"), py::arg("exact"),
+           py::arg("decay"), py::arg("error_feedback"), py::arg("dense_below"), py::arg("between"));
+  py::class_<RandomK>(module, "RandomK")
+      .def(py::init([](double density, int64_t seed, bool error_feedback, int64_t dense_below,
+                       const std::string& between) {
+             return checked(
+                 RandomK{density, seed, error_feedback, dense_below, between_of(between)});
+           }),
+           py::kw_only(), py::arg("density"), py::arg("seed"), py::arg("error_feedback"),
+           py::arg("dense_below"), py::arg("between"));
+  py::class_<PowerSGD>(module, "PowerSGD")
+      .def(py::init([](int64_t rank, int64_t start_step, double min_ratio, int64_t seed,
+                       bool error_feedback, int64_t dense_below, const std::string& between) {
+             return checked(PowerSGD{rank, start_step, min_ratio, seed, error_feedback, dense_below,
+                                     between_of(between)});
+           }),
+           py::kw_only(), py::arg("rank"), py::arg("start_step"), py::arg("min_ratio"),
+           py::arg("seed"), py::arg("error_feedback"), py::arg("dense_below"), py::arg("between"));
+  module.def(
+      "code_bytes",
+      [](const Compression& compression, const std::vector<int64_t>& sizes) {
+        return code_bytes(compression, matrix_shape(sizes));
+      },
+      py::arg("compression"), py::arg("sizes"));
 }
 
 }  // namespace trireme

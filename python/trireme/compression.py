@@ -6,11 +6,21 @@
 Each method is a value; see ``docs/compression.md`` for which one suits which link.
 """
 
-from trireme._core.compression import Bf16, Compression, Fp16, Int4, Int8, Sign
+from trireme._core.compression import (
+    Bf16,
+    Compression,
+    Fp16,
+    Int4,
+    Int8,
+    PowerSGD,
+    RandomK,
+    Sign,
+    TopK,
+)
 
-__all__ = ["Bf16", "Compression", "Fp16", "Int4", "Int8", "Sign"]
+__all__ = ["Bf16", "Compression", "Fp16", "Int4", "Int8", "PowerSGD", "RandomK", "Sign", "TopK"]
 
 # Users import them from here, and so they are printed and pickled.
-for _method in (Bf16, Compression, Fp16, Int4, Int8, Sign):
+for _method in (Bf16, Compression, Fp16, Int4, Int8, PowerSGD, RandomK, Sign, TopK):
     _method.__module__ = __name__
 del _method

@@ -63,6 +63,8 @@ bool BucketJourneys::is_done(size_t index) {
 
 void BucketJourneys::wait_for(size_t index) {
   send_codes(/*waits=*/true);
+  for (; gone_on_ < sent_; ++gone_on_)
+    if (const auto& go_on = all_[gone_on_].between.go_on) go_on();
   for (size_t i = spread_; i <= index; ++i) spread_means(i);
   Stages& stages = all_[index];
   for (Pending& verb : stages.spread) verb.wait();

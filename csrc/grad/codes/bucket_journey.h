@@ -53,8 +53,9 @@ class BucketJourneys : public std::enable_shared_from_this<BucketJourneys> {
 
   const Senders& senders_;
   std::vector<Stages> all_;
-  size_t sent_ = 0;    // those whose codes have left
-  size_t spread_ = 0;  // those whose means are there, or on their way inside of the host
+  size_t sent_ = 0;     // those whose codes have left
+  size_t gone_on_ = 0;  // those whose second journey has begun
+  size_t spread_ = 0;   // those whose means are there, or on their way inside of the host
 };
 
 }  // namespace trireme

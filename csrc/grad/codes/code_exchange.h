@@ -2,11 +2,13 @@
 
 #include <trireme/comm/communicator.h>
 #include <trireme/common/export.h>
-#include <trireme/kernels/block_codes.h>
+#include <trireme/grad/codes/compression.h>
+#include <trireme/grad/codes/residuals.h>
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,14 +16,15 @@
 
 namespace trireme {
 
-// The gradient of one parameter on its way: fp32 on the CPU.
+// The gradient of one parameter, or a part of it, on its way: fp32 on the CPU.
 struct CodedGradient {
   float* values = nullptr;  // this sender's, and then the senders' mean
   int64_t numel = 0;
-  bool is_dense = false;     // goes as fp32
-  int64_t first = 0;         // the place of its first value in the parameter
-  at::Tensor residual = {};  // undefined where there is no feedback
-  std::optional<uint32_t> dither = std::nullopt;
+  bool is_dense = false;       // goes as fp32
+  int64_t first = 0;           // the place of its first value in the parameter
+  MatrixShape shape = {};      // of all of the parameter
+  KeptOfCode* kept = nullptr;  // null if it is dense
+  uint32_t draw = 0;           // a number drawn from the step and the name, the same on all senders
 };
 
 // The gradients of one bucket, which go from sender to sender together.
@@ -38,16 +41,19 @@ struct CodeExchange {
 struct CodesInFlight {
   Pending pending;         // whose wait() writes the means
   int64_t sent_bytes = 0;  // from this sender to others; an all-reduce counts once
+  // Starts the second journey of a code that has two, once the first is there, for which it waits.
+  // Called before the wait, bucket by bucket in their order.
+  std::function<void()> go_on = nullptr;
 };
 
-// Starts to exchange codes in blocks: all go to all, and every sender adds them up in the order of
-// ranks, so that all have the same bits. One all-gather of bytes. Extra memory: the codes of all
-// senders.
-TRIREME_API CodesInFlight gather_block_codes(const BlockFormat& format, CodeExchange exchange);
-
-// Starts to all-reduce gradients that are rounded to `dtype`, fp16 or bf16, once they are
-// multiplied by the factor: two all-reduces if some are dense. A residual of what becomes infinite,
-// or was no number, stays.
-TRIREME_API CodesInFlight reduce_casts(at::ScalarType dtype, CodeExchange exchange);
+// Codes the gradients and starts to exchange them. Codes in blocks and of the largest values all go
+// to all, in one all-gather of bytes, and every sender adds them up in the order of ranks, so that
+// all have the same bits; extra memory: the codes of all senders. Casts and values at positions
+// drawn alike are all-reduced, and so are the matrices of PowerSGD, in two journeys. Dense
+// gradients are in that gather, or in an all-reduce of their own.
+//
+// A residual stays as it is where a value is no finite number: of that value (casts), block, chunk,
+// or parameter.
+TRIREME_API CodesInFlight start_exchange(const Compression& compression, CodeExchange exchange);
 
 }  // namespace trireme

@@ -26,8 +26,6 @@ CompressedTransport::CompressedTransport(std::shared_ptr<Communicator> ranks,
     : Transport(std::move(ranks), {.carries_map = false, .is_compressed = true}),
       compression_(compression) {
   check(compression_);
-  if (const auto* int8 = std::get_if<Int8>(&compression_))
-    has_dither_ = int8->rounding == Rounding::kStochastic;
 }
 
 void CompressedTransport::begin(const TransportStep& step) {
@@ -84,37 +82,42 @@ Pending CompressedTransport::launch(const TransportBucket& request) {
   return step_.journeys->start(std::move(journey));
 }
 
-// Cuts a parameter between the legs of a host where blocks begin, so that codes do not depend on
-// legs. One that is dense goes by one of them.
+MatrixShape CompressedTransport::shape_of(const BucketSlot& slot) const {
+  return matrix_shape((*step_.parameters)[static_cast<size_t>(slot.parameter)].sizes);
+}
+
+bool CompressedTransport::is_sent_dense(const BucketSlot& slot) const {
+  const auto* low_rank = std::get_if<PowerSGD>(&compression_);
+  if (low_rank != nullptr && steps_ <= low_rank->start_step) return true;
+  return is_dense(compression_, shape_of(slot));
+}
+
+// Cuts a parameter between the legs of a host, so that codes do not depend on legs. One that must
+// not be cut goes by one of them.
 CompressedTransport::Part CompressedTransport::part_of(const BucketSlot& slot, int64_t numel,
                                                        int64_t leg) const {
-  if (is_dense(compression_, slot.numel))
-    return slot.parameter % senders_->legs == leg ? Part{0, numel} : Part{};
-  const auto format = block_format(compression_);
-  const int64_t block = format ? format->block : 1;
-  const int64_t blocks = (numel + block - 1) / block;
-  const int64_t begin = std::min(numel, leg * blocks / senders_->legs * block);
-  return {begin, std::min(numel, (leg + 1) * blocks / senders_->legs * block) - begin};
+  const auto unit = is_sent_dense(slot) ? std::nullopt : unit_of(compression_);
+  if (!unit) return slot.parameter % senders_->legs == leg ? Part{0, numel} : Part{};
+  const int64_t units = (numel + *unit - 1) / *unit;
+  const int64_t begin = std::min(numel, leg * units / senders_->legs * *unit);
+  return {begin, std::min(numel, (leg + 1) * units / senders_->legs * *unit) - begin};
 }
 
 CodedGradient CompressedTransport::coded(const BucketSlot& slot, const at::Tensor& values,
                                          Part part) {
-  CodedGradient gradient{values.data_ptr<float>() + part.begin, part.numel,
-                         is_dense(compression_, slot.numel)};
-  gradient.first = part.begin;
+  CodedGradient gradient{values.data_ptr<float>() + part.begin, part.numel, is_sent_dense(slot),
+                         part.begin, shape_of(slot)};
   if (gradient.is_dense) return gradient;
-  if (has_error_feedback(compression_))
-    gradient.residual = residuals_.of(parameter(slot), part.numel);
-  if (has_dither_) gradient.dither = dither_of(slot);
+  if (values.numel() != slot.numel) gradient.shape.columns *= values.numel() / slot.numel;
+  gradient.kept = &residuals_.of(parameter(slot), part.numel, has_error_feedback(compression_));
+  gradient.draw = static_cast<uint32_t>(c10::get_hash(name_of(slot), steps_));
   return gradient;
 }
 
 CodesInFlight CompressedTransport::exchange(CodeExchange exchange) {
   const at::NoGradGuard no_grad;
   const auto begin = Pending::Clock::now();
-  const auto format = block_format(compression_);
-  CodesInFlight flight = format ? gather_block_codes(*format, std::move(exchange))
-                                : reduce_casts(*cast_dtype(compression_), std::move(exchange));
+  CodesInFlight flight = start_exchange(compression_, std::move(exchange));
   sent_.bytes += flight.sent_bytes;
   sent_.encode_ms +=
       std::chrono::duration<double, std::milli>(Pending::Clock::now() - begin).count();
@@ -134,11 +137,6 @@ void CompressedTransport::unused(int64_t parameter) {
 void CompressedTransport::announce_failure(const std::string& text) noexcept {
   announce(*ranks_, text);
   if (senders_) senders_->announce_failure(text);
-}
-
-// The same for all legs of a sender.
-uint32_t CompressedTransport::dither_of(const BucketSlot& slot) const {
-  return static_cast<uint32_t>(c10::get_hash(name_of(slot), steps_, senders_->between->rank()));
 }
 
 void CompressedTransport::refuse_sparse(const std::string& name) const {

@@ -42,6 +42,8 @@ class TRIREME_API CompressedTransport final : public Transport {
     int64_t numel = 0;
   };
 
+  MatrixShape shape_of(const BucketSlot& slot) const;
+  bool is_sent_dense(const BucketSlot& slot) const;
   Part part_of(const BucketSlot& slot, int64_t numel, int64_t leg) const;
   CodedGradient coded(const BucketSlot& slot, const at::Tensor& values, Part part);
   CodesInFlight exchange(CodeExchange exchange);
@@ -53,11 +55,9 @@ class TRIREME_API CompressedTransport final : public Transport {
     return (*step_.parameters)[static_cast<size_t>(slot.parameter)].name;
   }
   [[noreturn]] void refuse_sparse(const std::string& name) const;
-  uint32_t dither_of(const BucketSlot& slot) const;
 
   std::optional<Senders> senders_;  // of the first step on: a rank alone may copy a module
   Compression compression_;
-  bool has_dither_ = false;
   Residuals residuals_;
   struct Step {
     Buckets* buckets = nullptr;

@@ -2,8 +2,10 @@
 
 #include <trireme/common/export.h>
 #include <trireme/kernels/block_codes.h>
+#include <trireme/kernels/sparse_codes.h>
 
 #include <c10/core/ScalarType.h>
+#include <c10/util/ArrayRef.h>
 
 #include <cstdint>
 #include <optional>
@@ -86,9 +88,59 @@ struct Sign {
   bool operator==(const Sign&) const = default;
 };
 
-using Compression = std::variant<Fp16, Bf16, Int8, Int4, Sign>;
+// The largest elements of each parameter, or of each chunk of it, whole: 8 * density bytes per
+// element, of which an index in chunks takes log2(chunk) bits (Lin et al. 2018; Aji and Heafield
+// 2017). What is not sent stays in the residual, which counts `decay` of itself in each step.
+//
+// Without `exact`, parameters of 65536 elements and more send those above a threshold, which is
+// kept from step to step and corrected by a sample: at most as many, and on average 4 of 5 or more.
+// Chunks are exact.
+struct TopK {
+  double density = 0.01;         // in (0, 1]: ceil(density * n) of n elements are sent
+  std::optional<int64_t> chunk;  // a power of two; all of the parameter if absent
+  int64_t bits = 32;             // of a value
+  bool exact = false;
+  double decay = 1;
+  bool error_feedback = true;
+  int64_t dense_below = 1024;
+  Between between = Between::kHosts;
 
-// Throws ValueError, naming the argument, unless block is at least 1 and dense_below at least 0.
+  bool operator==(const TopK&) const = default;
+};
+
+// Elements at positions that all senders draw alike from seed, step and name, one in each of as
+// many equal parts of a parameter; all-reduced: 4 * density bytes per element. Without error
+// feedback they are multiplied by 1 / density, so that the mean is right on average.
+struct RandomK {
+  double density = 0.01;
+  int64_t seed = 0;
+  bool error_feedback = true;
+  int64_t dense_below = 1024;
+  Between between = Between::kHosts;
+
+  bool operator==(const RandomK&) const = default;
+};
+
+// The approximation of each parameter, as a matrix M of its first dimension by the rest, by two
+// matrices of rank r (Vogels et al. 2019; torch's powerSGD_hook): P = MQ is all-reduced and made
+// orthogonal, Q = M'P is all-reduced and kept for the next step; PQ' is the mean. 4 r (m + n)
+// bytes. Parameters go as fp32 before `start_step`, and if m n / (r (m + n)) is below `min_ratio`.
+struct PowerSGD {
+  int64_t rank = 4;
+  int64_t start_step = 10;
+  double min_ratio = 2;
+  int64_t seed = 0;  // of the first Q
+  bool error_feedback = true;
+  int64_t dense_below = 1024;
+  Between between = Between::kHosts;
+
+  bool operator==(const PowerSGD&) const = default;
+};
+
+using Compression = std::variant<Fp16, Bf16, Int8, Int4, Sign, TopK, RandomK, PowerSGD>;
+
+// Throws ValueError, naming the argument, for one that its method cannot have, and
+// c10::NotImplementedError for TopK::bits of 2.
 TRIREME_API void check(const Compression& compression);
 
 // Returns the method and its arguments as Python writes them: "Int4(block=64, error_feedback=True,
@@ -98,14 +150,31 @@ TRIREME_API std::string to_string(const Compression& compression);
 TRIREME_API Between between(const Compression& compression);
 TRIREME_API bool has_error_feedback(const Compression& compression);
 
-// Returns the format of codes in blocks; absent for the casts.
+// Returns the format of codes in blocks; absent for methods without.
 TRIREME_API std::optional<BlockFormat> block_format(const Compression& compression);
+SparseFormat sparse_format(const TopK& method);
 // Returns the dtype to which a cast rounds; absent for the others.
 TRIREME_API std::optional<at::ScalarType> cast_dtype(const Compression& compression);
 
-// Returns whether a parameter of `numel` elements goes as fp32, and the bytes that one sender sends
+// A parameter as a matrix: its first dimension by the rest.
+struct MatrixShape {
+  int64_t rows = 1;
+  int64_t columns = 1;
+
+  int64_t numel() const { return rows * columns; }
+};
+TRIREME_API MatrixShape matrix_shape(at::IntArrayRef sizes);
+
+// Returns how many of `numel` elements are sent at that density.
+TRIREME_API int64_t sent_of(double density, int64_t numel);
+
+// Returns whether a parameter goes as fp32, whatever the step, and the bytes that one sender sends
 // for it in one journey.
-TRIREME_API bool is_dense(const Compression& compression, int64_t numel);
-TRIREME_API int64_t code_bytes(const Compression& compression, int64_t numel);
+TRIREME_API bool is_dense(const Compression& compression, const MatrixShape& shape);
+TRIREME_API int64_t code_bytes(const Compression& compression, const MatrixShape& shape);
+
+// Returns the elements that belong together in a code, so that a parameter may be cut behind any
+// multiple of them; absent if it must not be cut.
+TRIREME_API std::optional<int64_t> unit_of(const Compression& compression);
 
 }  // namespace trireme

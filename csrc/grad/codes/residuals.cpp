@@ -8,37 +8,37 @@ namespace trireme {
 
 Residuals::Entry* Residuals::find(const at::Tensor& parameter) {
   const auto found = entries_.find(parameter.unsafeGetTensorImpl());
-  if (found == entries_.end()) return nullptr;
-  if (!found->second.parameter.expired()) return &found->second;
-  entries_.erase(found);  // of an earlier parameter at that address
-  return nullptr;
+  if (found == entries_.end() || found->second.parameter.expired()) return nullptr;
+  return &found->second;
 }
 
-at::Tensor Residuals::of(const at::Tensor& parameter, int64_t numel) {
-  if (const Entry* entry = find(parameter); entry != nullptr && entry->values.numel() == numel)
-    return entry->values;
-  if (entries_.size() >= most_) drop_ended();
-  at::Tensor values = at::zeros({numel}, at::kFloat);
-  entries_.insert_or_assign(
-      parameter.unsafeGetTensorImpl(),
-      Entry{c10::weak_intrusive_ptr<c10::TensorImpl>(parameter.getIntrusivePtr()), values});
-  return values;
-}
-
-void Residuals::drop_ended() {
-  std::erase_if(entries_, [](const auto& entry) { return entry.second.parameter.expired(); });
-  most_ = 2 * entries_.size() + 64;
+KeptOfCode& Residuals::of(const at::Tensor& parameter, int64_t numel, bool has_feedback) {
+  if (Entry* entry = find(parameter); entry != nullptr && entry->numel == numel) return entry->kept;
+  Entry entry{c10::weak_intrusive_ptr<c10::TensorImpl>(parameter.getIntrusivePtr()), numel, {}};
+  if (has_feedback) entry.kept.residual = at::zeros({numel}, at::kFloat);
+  return entries_.insert_or_assign(parameter.unsafeGetTensorImpl(), std::move(entry))
+      .first->second.kept;
 }
 
 void Residuals::keep_copy(const at::Tensor& parameter) {
-  if (const Entry* entry = find(parameter))
-    copies_.insert_or_assign(parameter.unsafeGetTensorImpl(), entry->values.clone());
+  const Entry* entry = find(parameter);
+  if (entry == nullptr) return;
+  KeptOfCode copy = entry->kept;
+  if (copy.residual.defined()) copy.residual = copy.residual.clone();
+  copies_.insert_or_assign(parameter.unsafeGetTensorImpl(), std::move(copy));
 }
 
 void Residuals::take_back(const at::Tensor& parameter) {
   const auto copy = copies_.find(parameter.unsafeGetTensorImpl());
-  if (copy == copies_.end()) return;
-  if (const Entry* entry = find(parameter)) entry->values.copy_(copy->second);
+  Entry* entry = find(parameter);
+  if (copy != copies_.end() && entry != nullptr) entry->kept = copy->second;
+}
+
+void Residuals::forget_copies() {
+  copies_.clear();
+  if (entries_.size() < most_) return;
+  std::erase_if(entries_, [](const auto& entry) { return entry.second.parameter.expired(); });
+  most_ = 2 * entries_.size() + 64;
 }
 
 }  // namespace trireme

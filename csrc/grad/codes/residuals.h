@@ -10,31 +10,40 @@
 
 namespace trireme {
 
-// What this sender's codes have left out so far, by parameter; see [Note: gradient compression].
-// A residual belongs to a parameter, whatever bucket it is in, and ends with it. Memory: 4 bytes
-// per real number of each parameter that was coded.
+// What a sender keeps of one parameter from step to step.
+struct KeptOfCode {
+  // What codes have left out so far, flat, fp32, on the CPU; see [Note: gradient compression].
+  // Undefined without error feedback.
+  at::Tensor residual = {};
+  at::Tensor basis = {};  // Q of PowerSGD
+  float threshold = 0;    // of TopK
+};
+
+// What this sender keeps, by parameter, whatever bucket that is in. It ends with the parameter.
+// Memory: 4 bytes per real number of each parameter that was coded, if there is error feedback.
 class TRIREME_API Residuals {
  public:
-  // Returns the residual of a parameter, flat, fp32, on the CPU: of `numel` zeros the first time,
-  // and when the parameter has got another size.
-  at::Tensor of(const at::Tensor& parameter, int64_t numel);
+  // Returns what is kept of a parameter, anew the first time and when it has got another size: of
+  // `numel` zeros, if `has_feedback`. The reference is good until forget_copies().
+  KeptOfCode& of(const at::Tensor& parameter, int64_t numel, bool has_feedback);
 
-  // Remembers what the residual of a parameter is, for take_back(), until forget_copies().
+  // Remembers what is kept of a parameter, for take_back(), until forget_copies().
   void keep_copy(const at::Tensor& parameter);
   // Brings back what keep_copy() remembered: the code that was sent since is lost.
   void take_back(const at::Tensor& parameter);
-  void forget_copies() { copies_.clear(); }
+  // Begins a step.
+  void forget_copies();
 
  private:
   struct Entry {
     c10::weak_intrusive_ptr<c10::TensorImpl> parameter;
-    at::Tensor values;
+    int64_t numel;
+    KeptOfCode kept;
   };
   Entry* find(const at::Tensor& parameter);
-  void drop_ended();
 
   std::unordered_map<const c10::TensorImpl*, Entry> entries_;
-  std::unordered_map<const c10::TensorImpl*, at::Tensor> copies_;
+  std::unordered_map<const c10::TensorImpl*, KeptOfCode> copies_;
   size_t most_ = 64;  // entries before those of parameters that have ended are looked for
 };
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -42,8 +41,7 @@ class Compression:
 
     def bytes(self, shape: int | Sequence[int]) -> int:
         """Returns the bytes that one sender sends for a parameter of that shape in one journey."""
-        numel = shape if isinstance(shape, int) else math.prod(shape)
-        return _C.code_bytes(self._core(), numel)
+        return _C.code_bytes(self._core(), [shape] if isinstance(shape, int) else list(shape))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,3 +93,59 @@ class Sign(Compression):
     """
 
     block: int = 256
+
+
+@dataclass(frozen=True)
+class TopK(Compression):
+    """The largest elements, whole, with their places: ``8 * density`` bytes per element.
+
+    Deep Gradient Compression's choice (Lin et al., 2018). ``ceil(density * n)`` elements of each
+    parameter are sent, or of each chunk of it. Ties go to the lower index.
+
+    Args:
+        density: in (0, 1].
+        chunk: a power of two; the largest of each chunk of so many elements. Indices then take
+            ``log2(chunk)`` bits.
+        bits: of a value.
+        exact: parameters of 65,536 elements and more otherwise send those above a threshold, which
+            is kept from step to step and corrected by a sample: at most as many, and 0.8 of them or
+            more on average. Chunks are always exact.
+        decay: how much of what was left out counts in the next step.
+    """
+
+    density: float
+    chunk: int | None = None
+    bits: int = 32
+    exact: bool = False
+    decay: float = 1.0
+
+
+@dataclass(frozen=True)
+class RandomK(Compression):
+    """Elements at positions that all senders draw alike, all-reduced: ``4 * density`` bytes.
+
+    One position is drawn in each of ``ceil(density * n)`` equal parts of a parameter, from seed,
+    step and name; no index travels. Without error feedback values count 1 / density.
+    """
+
+    density: float
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class PowerSGD(Compression):
+    """Each parameter as a product of two matrices: ``4 * rank * (m + n)`` bytes of ``m * n``.
+
+    Vogels et al., 2019; torch: ``powerSGD_hook``. The matrix is the first dimension by the rest.
+
+    Args:
+        rank: of the approximation.
+        start_step: steps before it go as fp32.
+        min_ratio: parameters that would not shrink by so much go as fp32.
+        seed: of the first matrices.
+    """
+
+    rank: int = 4
+    start_step: int = 10
+    min_ratio: float = 2
+    seed: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -53,6 +54,17 @@ def by_signs(block: Values) -> Values:
     return np.where(block < 0, -size, size).astype(np.float32)
 
 
+def by_size(density: float) -> Callable[[Values], Values]:
+    def decoded(run: Values) -> Values:
+        order = np.lexsort((np.arange(len(run)), -np.abs(run)))
+        chosen = order[: math.ceil(density * len(run))]
+        sent = np.zeros_like(run)
+        sent[chosen] = run[chosen]
+        return sent
+
+    return decoded
+
+
 def decoded(method: Compression, values: Values) -> Values:
     """What the others make of a code of these values."""
     if method.bytes(len(values)) == 4 * len(values):
@@ -63,6 +75,8 @@ def decoded(method: Compression, values: Values) -> Values:
         return in_blocks(values, method.block, by_steps(7))
     if isinstance(method, compression.Sign):
         return in_blocks(values, method.block, by_signs)
+    if isinstance(method, compression.TopK):
+        return in_blocks(values, method.chunk or len(values), by_size(method.density))
     raise AssertionError(method)
 
 
@@ -74,7 +88,8 @@ class Sender:
     residual: Values | np.float32 = field(default_factory=lambda: np.float32(0))
 
     def send(self, gradient: Values) -> Values:
-        p = gradient + self.residual
+        decay = np.float32(getattr(self.method, "decay", 1))
+        p = np.asarray(gradient + decay * self.residual, np.float32)
         sent = decoded(self.method, p)
         if self.method.error_feedback:
             self.residual = p - sent

@@ -3,6 +3,7 @@
 import pickle
 import warnings
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ def train(ddp: nn.Module, rank: int) -> None:
     ddp(batch(0)[rank::WORLD]).square().mean().backward()
 
 
-METHODS = (c.Fp16, c.Bf16, c.Int8, c.Int4, c.Sign)
+METHODS = (c.Fp16, c.Bf16, c.Int8, c.Int4, c.Sign, partial(c.TopK, 0.01), c.PowerSGD)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,15 @@ METHODS = (c.Fp16, c.Bf16, c.Int8, c.Int4, c.Sign)
         (c.Int8, {"rounding": "down"}, "rounding"),
         (c.Fp16, {"between": "nodes"}, "between"),
         (c.Bf16, {"dense_below": -1}, "dense_below"),
+        *((c.TopK, {"density": wrong}, "density") for wrong in (0, -1, 1.5, float("nan"))),
+        (c.RandomK, {"density": 0.0}, "density"),
+        (c.TopK, {"density": 0.1, "chunk": 100}, "chunk"),
+        (c.TopK, {"density": 0.1, "bits": 16}, "bits"),
+        (c.TopK, {"density": 0.1, "bits": 2}, "bits"),
+        (c.TopK, {"density": 0.1, "decay": 0}, "decay"),
+        (c.PowerSGD, {"rank": 0}, "rank"),
+        (c.PowerSGD, {"start_step": -1}, "start_step"),
+        (c.PowerSGD, {"min_ratio": float("nan")}, "min_ratio"),
     ],
 )
 def test_bad_arguments(method: Any, wrong: dict[str, Any], name: str) -> None:
@@ -57,6 +67,11 @@ def test_bytes() -> None:
     assert c.Int8().bytes(shape) == 1_000_000 + 4 * 3907
     assert c.Int4().bytes(shape) == 500_000 + 4 * 15625
     assert c.Sign().bytes(shape) == 125_000 + 4 * 3907
+    assert c.TopK(0.01).bytes(shape) == 8 * 10_000
+    assert c.TopK(1 / 64, chunk=4096).bytes((1 << 20,)) == (1 << 14) * 4 + (1 << 14) * 12 // 8
+    assert c.RandomK(0.01).bytes(shape) == 4 * 10_000
+    assert c.PowerSGD(4).bytes(shape) == 4 * 4 * 2000
+    assert c.PowerSGD(4).bytes((1_000_000,)) == 4_000_000, "a vector would not shrink"
     assert c.Int8().bytes((1023,)) == 4 * 1023
     assert c.Int8(dense_below=0).bytes(1) == 4, "a code would not shrink it"
     assert c.Int8(block=1).bytes(4096) == 4 * 4096

@@ -1,5 +1,7 @@
 """Gradients under compression, against numpy: what arrives, what is kept, what is sent."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from trireme.compression import Compression
 from compression.given import SIZES, Given, averaged, drawn
 from compression.reference import Sender, mean_of
 from harness.on_ranks import on_ranks
+from harness.training import assert_same_on_all_ranks
 
 STEPS = 4
 
@@ -22,6 +25,11 @@ BLOCKS: dict[str, Compression] = {
     "int4 in one block": c.Int4(block=1 << 40, between="ranks"),
     "sign": c.Sign(between="ranks"),
     "sign in odd blocks": c.Sign(block=13, between="ranks"),
+    "top 1 %": c.TopK(0.01, between="ranks"),
+    "top 30 % with decay": c.TopK(0.3, decay=0.9, between="ranks"),
+    "top of chunks": c.TopK(0.02, chunk=256, between="ranks"),
+    "one of each chunk": c.TopK(1e-9, chunk=64, between="ranks"),
+    "top, no feedback": c.TopK(0.1, error_feedback=False, between="ranks"),
     "all coded": c.Int8(dense_below=0, between="ranks"),
 }
 
@@ -180,3 +188,116 @@ def test_accumulation_compresses_once(rank: int) -> None:
     whole = [drawn(0, s)["tail"] + drawn(1, s)["tail"] for s in range(2)]
     expected = mean_of([Sender(method).send(values.numpy()) for values in whole])
     np.testing.assert_array_equal(ddp.module.held["tail"].grad.numpy(), expected)
+
+
+@on_ranks()
+def test_a_threshold_sends_about_as_many(rank: int) -> None:
+    """Never more, on average not much fewer; and what is sent is whole."""
+    numel, density = 100_000, 0.01
+    method = c.TopK(density, between="ranks")
+    ddp = trireme.DistributedDataParallel(Given({"big": (numel,)}), compression=method)
+    most = math.ceil(density * numel)
+    counts = []
+    total = torch.zeros(numel)
+    given = torch.zeros(numel)
+    for step in range(16):
+        torch.manual_seed(100 * step)  # the same on both ranks
+        gradient = torch.randn(numel) * (1 + step % 3)
+        found = averaged(ddp, {"big": gradient})["big"]
+        counts.append(int((found != 0).sum()))
+        total += found
+        given += gradient
+    assert max(counts) <= most
+    assert sum(counts[5:]) / len(counts[5:]) >= 0.8 * most
+    sent = total != 0
+    assert torch.allclose((given - total)[sent & (found != 0)], torch.zeros(1), atol=1e-4)
+    assert ddp.last_step()["sent_bytes"] == pytest.approx(method.bytes(numel), rel=0.02)
+
+
+@on_ranks()
+def test_drawn_positions(rank: int) -> None:
+    """Alike on all ranks, others in each step, one in each part; right on average without
+    feedback, and nothing is lost with it."""
+    numel, density = 2000, 0.1
+    given = drawn(0, rank)["tail"]
+    mean = (drawn(0, 0)["tail"] + drawn(0, 1)["tail"]) / 2
+    for feedback in (True, False):
+        method = c.RandomK(density, error_feedback=feedback, between="ranks")
+        ddp = trireme.DistributedDataParallel(Given({"tail": (numel,)}), compression=method)
+        seen, total, steps = [], torch.zeros(numel), 200
+        for _ in range(steps):
+            found = averaged(ddp, {"tail": given})["tail"].clone()
+            seen.append(found != 0)
+            total += found
+            count = int((found.view(-1, 10)[80:] != 0).sum(1).max())
+            assert count <= 1
+        assert ddp.last_step()["sent_bytes"] == method.bytes(numel) == 4 * 200
+        assert not torch.equal(seen[0], seen[1])
+        assert_same_on_all_ranks([total])
+        off = (total / steps - mean)[600:].abs().mean() / mean[600:].abs().mean()
+        assert off < (0.1 if feedback else 0.4)
+
+
+@on_ranks()
+def test_low_rank_is_exact_for_low_ranks(rank: int) -> None:
+    """After two steps; before start_step, and for vectors, gradients go as fp32."""
+    torch.manual_seed(3)
+    left, right = torch.randn(64, 3), torch.randn(48, 3)
+    mine = left @ torch.diag(torch.tensor([1.0, 2.0, 3.0]) * (rank + 1)) @ right.t()
+    mean = left @ torch.diag(torch.tensor([1.0, 2.0, 3.0]) * 1.5) @ right.t()
+    method = c.PowerSGD(4, start_step=2, between="ranks")
+    sizes = {"matrix": (64, 48), "vector": (2000,)}
+    ddp = trireme.DistributedDataParallel(Given(sizes), compression=method)
+    vector = torch.full((2000,), float(rank))
+    for step in range(6):
+        found = averaged(ddp, {"matrix": mine, "vector": vector})
+        assert torch.equal(found["vector"], torch.full((2000,), 0.5))
+        if step < 2:
+            assert torch.allclose(found["matrix"], mean, rtol=1e-6, atol=1e-6)
+            assert ddp.last_step()["sent_bytes"] == 4 * (64 * 48 + 2000)
+        elif step > 3:
+            assert torch.allclose(found["matrix"], mean, rtol=1e-3, atol=1e-3)
+            assert ddp.last_step()["sent_bytes"] == method.bytes((64, 48)) + 4 * 2000
+        assert_same_on_all_ranks([found["matrix"]])
+
+
+@on_ranks()
+def test_low_rank_loses_nothing(rank: int) -> None:
+    """What is left out of random gradients comes later: means add up to the gradients' mean."""
+    method = c.PowerSGD(2, start_step=0, between="ranks")
+    ddp = trireme.DistributedDataParallel(Given({"matrix": (64, 48)}), compression=method)
+    torch.manual_seed(rank)
+    mine = torch.randn(64, 48)
+    torch.manual_seed(0)
+    mean = torch.randn(64, 48)
+    torch.manual_seed(1)
+    mean = (mean + torch.randn(64, 48)) / 2
+    total, offs = torch.zeros(64, 48), []
+    for step in range(200):
+        total += averaged(ddp, {"matrix": mine})["matrix"]
+        offs.append(float((total / (step + 1) - mean).norm() / mean.norm()))
+    assert offs[-1] < 0.25 and offs[-1] < 0.3 * offs[0]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        c.TopK(0.1, between="ranks"),
+        c.RandomK(0.1, between="ranks"),
+        c.PowerSGD(2, start_step=0, between="ranks"),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+@on_ranks()
+def test_what_is_not_finite_elsewhere(rank: int, method: Compression) -> None:
+    """In one parameter on one rank: that parameter is not finite on all, the next step is."""
+    sizes = {"matrix": (37, 61), "other": (41, 53)}
+    ddp = trireme.DistributedDataParallel(Given(sizes), compression=method)
+    for step in range(3):
+        torch.manual_seed(10 * step + rank)
+        given = {name: torch.randn(size) for name, size in sizes.items()}
+        if step == 1 and rank == 1:
+            given["matrix"][3, 4] = float("inf")
+        found = averaged(ddp, given)
+        assert found["other"].isfinite().all()
+        assert bool(found["matrix"].isfinite().all()) == (step != 1)

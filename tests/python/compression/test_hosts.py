@@ -15,6 +15,8 @@ METHODS: dict[str, Compression] = {
     "int4 in odd blocks": c.Int4(block=33),
     "sign": c.Sign(),
     "stochastic": c.Int8(rounding="stochastic"),
+    "top 5 %": c.TopK(0.05),
+    "top of chunks": c.TopK(0.05, chunk=128),
     "bf16": c.Bf16(error_feedback=True),
 }
 

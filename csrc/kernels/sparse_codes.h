@@ -1,0 +1,47 @@
+#pragma once
+
+#include <trireme/common/export.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace trireme {
+
+// A code of runs of fp32 values: the largest of a run, or of each chunk of it, with their places.
+//
+//   [ values: fp32 ][ places: 32 bits each, or log2(chunk) bits in chunks ]
+//
+// Each run and chunk of n values sends ceil(density * n). Ties go to the lower place.
+struct SparseFormat {
+  double density = 0.01;
+  int64_t chunk = 0;  // a power of two; 0: no chunks
+
+  int64_t count(int64_t numel) const;  // values that are sent of a run
+  TRIREME_API int64_t bytes(int64_t numel) const;
+};
+
+// Values to be coded.
+struct SparseValues {
+  const float* values;
+  // What earlier codes left out, one per value, or null: `decay` of it is added to the values, and
+  // it then holds what this code leaves out. It stays as it is, and the code says NaN, in a run or
+  // chunk that holds NaN or Inf.
+  float* residual = nullptr;
+  int64_t numel = 0;
+  float decay = 1;
+  // Sends values of at least this size, as many as there is room for, in place of the largest; it
+  // is corrected by a sample of the values, and found by one if it is 0. Null: exactly the largest.
+  float* threshold = nullptr;
+  uint32_t draw = 0;  // where the sample begins
+};
+
+// Writes format.bytes(numel) to `code`, aligned to 4 bytes. By the calling thread.
+TRIREME_API void encode(const SparseFormat& format, const SparseValues& from, std::byte* code);
+
+// Sets to[i] to `factor` times the sum of what the codes of several ranks say of it, added up in
+// their order. Throws ValueError for a place that is not in the run.
+TRIREME_API void decode(const SparseFormat& format, std::span<const std::byte* const> codes,
+                        float* to, int64_t numel, float factor);
+
+}  // namespace trireme

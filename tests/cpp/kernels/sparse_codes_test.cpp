@@ -1,0 +1,149 @@
+#include <trireme/kernels/sparse_codes.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "catch_torch.h"
+
+namespace trireme::sparse_codes_test {
+
+namespace {
+
+using Floats = std::vector<float>;
+using Bytes = std::vector<std::byte>;
+
+constexpr int64_t kLengths[] = {1, 5, 64, 100, 1000};
+constexpr int64_t kChunks[] = {0, 1, 8, 64, 4096};
+constexpr double kDensities[] = {1e-6, 0.1, 0.5, 1};
+
+Floats drawn(int64_t numel, uint32_t seed) {
+  std::mt19937 random(seed);
+  Floats values(static_cast<size_t>(numel));
+  for (float& value : values)  // few sizes, so that there are ties
+    value = static_cast<float>(static_cast<int>(random() % 21) - 10);
+  return values;
+}
+
+Bytes encoded(const SparseFormat& format, const SparseValues& from) {
+  Bytes code(static_cast<size_t>(format.bytes(from.numel)));
+  encode(format, from, code.data());
+  return code;
+}
+
+Floats decoded(const SparseFormat& format, const Bytes& code, int64_t numel) {
+  Floats found(static_cast<size_t>(numel), -1);
+  const std::byte* codes[] = {code.data()};
+  decode(format, codes, found.data(), numel, 1);
+  return found;
+}
+
+// Keeps the largest of each run, as the header says it.
+Floats expected_of(const SparseFormat& format, const Floats& values) {
+  Floats expected(values.size(), 0);
+  const size_t length = format.chunk == 0 ? values.size() : static_cast<size_t>(format.chunk);
+  for (size_t begin = 0; begin < values.size(); begin += length) {
+    const size_t numel = std::min(length, values.size() - begin);
+    std::vector<size_t> order(numel);
+    std::iota(order.begin(), order.end(), begin);
+    std::stable_sort(order.begin(), order.end(), [&](size_t one, size_t other) {
+      return std::abs(values[one]) > std::abs(values[other]);
+    });
+    const auto count = static_cast<size_t>(std::ceil(format.density * static_cast<double>(numel)));
+    for (size_t i = 0; i < count; ++i) expected[order[i]] = values[order[i]];
+  }
+  return expected;
+}
+
+template <typename Visit>
+void each_format(const Visit& visit) {
+  for (const double density : kDensities)
+    for (const int64_t chunk : kChunks)
+      for (const int64_t numel : kLengths) visit(SparseFormat{density, chunk}, numel);
+}
+
+}  // namespace
+
+TEST_CASE("the largest values of each run are sent, ties by their place") {
+  each_format([](const SparseFormat& format, int64_t numel) {
+    INFO("density " << format.density << ", chunk " << format.chunk << ", " << numel);
+    const Floats values = drawn(numel, 1);
+    const Floats before = drawn(numel, 2);
+    Floats sums(values.size());
+    for (size_t i = 0; i < sums.size(); ++i) sums[i] = values[i] + 0.5F * before[i];
+    Floats residual = before;
+    const Bytes code = encoded(format, {values.data(), residual.data(), numel, 0.5F});
+    const Floats found = decoded(format, code, numel);
+    REQUIRE(found == expected_of(format, sums));
+    for (size_t i = 0; i < sums.size(); ++i) REQUIRE(residual[i] == sums[i] - found[i]);
+  });
+}
+
+TEST_CASE("a code of the largest values takes as many bytes as it says") {
+  CHECK(SparseFormat{0.01}.bytes(1000) == 80);
+  CHECK(SparseFormat{1.0 / 64, 4096}.bytes(8192) == 128 * 4 + 128 * 12 / 8);
+  CHECK(SparseFormat{0.5, 8}.bytes(9) == 5 * 4 + 2);
+}
+
+TEST_CASE("a threshold sends at most as many, and nothing is lost") {
+  const SparseFormat format{0.01};
+  constexpr int64_t kNumel = 100'000;
+  float threshold = 0;
+  Floats residual(kNumel, 0);
+  std::mt19937 random(1);
+  std::normal_distribution<float> normal;
+  int64_t all = 0;
+  for (uint32_t step = 0; step < 20; ++step) {
+    Floats values(kNumel);
+    for (float& value : values) value = normal(random);
+    const Floats before = residual;
+    const Bytes code =
+        encoded(format, {values.data(), residual.data(), kNumel, 1, &threshold, step * 77});
+    const Floats found = decoded(format, code, kNumel);
+    int64_t count = 0;
+    for (size_t i = 0; i < found.size(); ++i) {
+      count += found[i] != 0 ? 1 : 0;
+      REQUIRE(found[i] + residual[i] == values[i] + before[i]);
+    }
+    CHECK(count <= 1000);
+    if (step >= 5) all += count;
+  }
+  CHECK(all >= 15 * 800);
+}
+
+TEST_CASE("a run that holds what is not finite says so, and keeps its residual") {
+  for (const int64_t chunk : {int64_t{0}, int64_t{64}}) {
+    const SparseFormat format{0.1, chunk};
+    Floats values = drawn(200, 1);
+    values[70] = std::numeric_limits<float>::infinity();
+    const Floats before = drawn(200, 2);
+    Floats residual = before;
+    const Floats found =
+        decoded(format, encoded(format, {values.data(), residual.data(), 200}), 200);
+    CHECK(std::any_of(found.begin(), found.end(), [](float one) { return !std::isfinite(one); }));
+    for (size_t i = 0; i < residual.size(); ++i)
+      if (chunk == 0 || (i >= 64 && i < 128)) CHECK(residual[i] == before[i]);
+  }
+}
+
+TEST_CASE("a place outside of the run is refused; other bytes are a code") {
+  std::mt19937 random(5);
+  each_format([&](const SparseFormat& format, int64_t numel) {
+    Bytes code(static_cast<size_t>(format.bytes(numel)));
+    for (int turn = 0; turn < 20; ++turn) {
+      for (std::byte& byte : code) byte = static_cast<std::byte>(random());
+      try {
+        decoded(format, code, numel);
+      } catch (const c10::ValueError&) {
+      }
+    }
+  });
+  const SparseFormat format{0.5};
+  Bytes code(static_cast<size_t>(format.bytes(4)), std::byte{255});
+  CHECK_THROWS_AS(decoded(format, code, 4), c10::ValueError);
+}
+
+}  // namespace trireme::sparse_codes_test
