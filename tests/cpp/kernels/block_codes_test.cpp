@@ -115,12 +115,12 @@ TEST_CASE("every instruction set codes blocks as the reference does, and to the 
       require_close(found, expected_of(format, sums));
       for (size_t i = 0; i < sums.size(); ++i) REQUIRE(residual[i] == sums[i] - found[i]);
       const Bytes without = encoded(loops, format, sums, nullptr);
-      CHECK(without == code);
+      CHECK((without == code));
       if (first_code.empty()) {
         first_code = code;
         first_residual = residual;
       }
-      CHECK(code == first_code);
+      CHECK((code == first_code));
       CHECK(same_bits(residual, first_residual));
     }
   });
@@ -187,8 +187,8 @@ TEST_CASE("dithered codes are right on average, and depend on seed and place alo
   for (const cpu::BlockLoops& loops : cpu::supported_block_loops()) {
     const Bytes code = encoded(loops, format, values, nullptr, 7);
     if (first.empty()) first = code;
-    CHECK(code == first);
-    CHECK(encoded(loops, format, values, nullptr, 8) != code);
+    CHECK((code == first));
+    CHECK((encoded(loops, format, values, nullptr, 8) != code));
     const Floats found = decoded(loops, format, {code.data()}, 4096);
     double sum = 0;
     for (size_t i = 0; i < found.size(); ++i) {
@@ -222,7 +222,7 @@ TEST_CASE("many blocks are shared among threads without a difference") {
     Bytes code(static_cast<size_t>(code_bytes(format, 200'000)) + 4, std::byte{0});
     encode(format, {values.data(), residual.data(), 200'000, std::nullopt}, code.data());
     const cpu::BlockLoops& best = cpu::supported_block_loops().back();
-    CHECK(code == encoded(best, format, values, &alone));
+    CHECK((code == encoded(best, format, values, &alone)));
     CHECK(same_bits(residual, alone));
     const std::byte* codes[] = {code.data()};
     Floats found(values.size());

@@ -24,6 +24,7 @@ import trireme
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
+from trireme.compression import Int8
 
 import fsdp.ranks
 import pipeline.ranks
@@ -140,6 +141,15 @@ def _ddp(make: ModelMaker, optimizer_class: Any, **defaults: Any) -> Training:
     return Training(model, net, optimizer, dist.get_rank(), dist.get_world_size())
 
 
+def _coded_ddp(make: ModelMaker, optimizer_class: Any, **defaults: Any) -> Training:
+    """The way of codes, on which all goes as fp32, so that it is as exact as without."""
+    model = make()
+    optimizer = optimizer_class(model.parameters(), **defaults)
+    codes = Int8(dense_below=1 << 40, between="ranks")
+    net = DDP(model, bucket_cap_mb=0.0001, compression=codes)
+    return Training(model, net, optimizer, dist.get_rank(), dist.get_world_size())
+
+
 def _dp(make: ModelMaker, optimizer_class: Any, **defaults: Any) -> Training:
     model = make()
     net = trireme.DataParallel(model, replicas=2)
@@ -204,6 +214,7 @@ STRATEGIES = {
                 )
             },
         ),
+        Strategy("ddp, codes of ranks", "gloo", _coded_ddp, joins=_net_joins),
         Strategy(
             "ddp, shared memory",
             "trireme",
