@@ -19,6 +19,8 @@ namespace trireme {
 //   optimizer.safetensors.index.json     the same for "<parameter>.exp_avg" and the like
 //   optimizer-00001-of-00001.safetensors
 //   optimizer.json                       groups, and what no tensor holds
+//   compression.safetensors.index.json   "residual:<parameter>" and the like, by sender
+//   compression-00001-of-00001.safetensors
 //   extra.json                           what the user gave
 //
 // The model's index also has the length of every other file of the folder, so a missing or
@@ -30,6 +32,7 @@ namespace trireme {
 // All kinds of tensors.
 constexpr const char* kModelTensors = "model";
 constexpr const char* kOptimizerTensors = "optimizer";
+constexpr const char* kCompressionTensors = "compression";  // what codes of gradients left out
 constexpr const char* kTableTensors = "tables";  // a parameter server's state beside the values
 // All texts.
 constexpr const char* kOptimizerText = "optimizer.json";

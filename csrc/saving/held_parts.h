@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -20,6 +21,8 @@ class Optimizer;
 }
 
 namespace trireme {
+
+class CheckpointReader;
 
 // The interfaces by which strategies describe themselves to saving/. Saving asks modules and
 // optimizers by dynamic_cast, so that it knows no strategy, and no strategy knows files.
@@ -60,6 +63,20 @@ class TRIREME_API HoldsStages {
   virtual const std::unordered_map<std::string, std::string>& names_in_whole() const = 0;
   // Returns the communicator of all ranks that have stages.
   virtual const std::shared_ptr<Communicator>& stage_ranks() const = 0;
+};
+
+// What keeps a state of gradients' codes from step to step (DistributedDataParallel).
+class TRIREME_API HoldsCodes {
+ public:
+  virtual ~HoldsCodes() = default;
+  // Returns this rank's tensors of kCompressionTensors; absent, on all ranks alike, where there are
+  // none to be saved.
+  virtual std::optional<std::vector<CheckpointTensor>> codes_to_save() const = 0;
+  // Throws ValueError, naming the parameter, if a checkpoint has codes of other shapes.
+  virtual void check_codes(const CheckpointReader& checkpoint) const = 0;
+  // Takes over the codes of a checkpoint; those of other numbers of senders as the mean. Begins
+  // with zeros where it has none of this method, and says so once. Collective.
+  virtual void load_codes(const CheckpointReader& checkpoint) = 0;
 };
 
 // A wrapper that is no part of the model (DistributedDataParallel).

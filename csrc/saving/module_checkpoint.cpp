@@ -190,6 +190,9 @@ void save_checkpoint(const std::string& path, const torch::nn::Module& module,
     content.tensors[kOptimizerTensors] = std::move(saved.tensors);
     content.texts[kOptimizerText] = std::move(saved.text);
   });
+  if (const auto* codes = dynamic_cast<const HoldsCodes*>(&module))
+    if (auto tensors = codes->codes_to_save())
+      content.tensors[kCompressionTensors] = std::move(*tensors);
   if (!options.extra.empty()) content.texts[kExtraText] = options.extra;
   save_checkpoint({path, content, options.max_file_bytes}, ranks);
 }
@@ -207,6 +210,8 @@ std::string load_checkpoint(const std::string& path, torch::nn::Module& module,
     tensors = tensors_of(plain, parts, where, /*loads=*/true);
   });
   reader.check(kModelTensors, tensors);
+  auto* codes = dynamic_cast<HoldsCodes*>(&module);
+  if (codes != nullptr) together(ranks, [&] { codes->check_codes(reader); });
   std::optional<NamedOptimizer> named;
   std::optional<OptimizerToLoad> loaded;
   const bool has_optimizer = some_rank_has(options.optimizer, plain, ranks);
@@ -238,6 +243,7 @@ std::string load_checkpoint(const std::string& path, torch::nn::Module& module,
       reader.read(kOptimizerTensors, loaded ? loaded->tensors() : std::vector<CheckpointTensor>());
   });
   if (loaded) loaded->put();
+  if (codes != nullptr) codes->load_codes(reader);
   return reader.text(kExtraText);
 }
 

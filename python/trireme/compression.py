@@ -14,13 +14,18 @@ from trireme._core.compression import (
     Int8,
     PowerSGD,
     RandomK,
+    Residual,
     Sign,
     TopK,
+    state_of,
 )
 
-__all__ = ["Bf16", "Compression", "Fp16", "Int4", "Int8", "PowerSGD", "RandomK", "Sign", "TopK"]
+__all__ = [
+    *("Bf16", "Compression", "Fp16", "Int4", "Int8", "PowerSGD", "RandomK", "Residual", "Sign"),
+    *("TopK", "state_of"),
+]
 
 # Users import them from here, and so they are printed and pickled.
-for _method in (Bf16, Compression, Fp16, Int4, Int8, PowerSGD, RandomK, Sign, TopK):
-    _method.__module__ = __name__
-del _method
+for _name in __all__:
+    globals()[_name].__module__ = __name__
+del _name

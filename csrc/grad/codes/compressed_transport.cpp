@@ -28,8 +28,39 @@ CompressedTransport::CompressedTransport(std::shared_ptr<Communicator> ranks,
   check(compression_);
 }
 
-void CompressedTransport::begin(const TransportStep& step) {
+int64_t CompressedTransport::senders() {
   if (!senders_) senders_ = make_senders(ranks_, between(compression_));
+  return senders_->count;
+}
+
+std::vector<KeptPart> CompressedTransport::kept_parts(const std::vector<ParameterInfo>& parameters,
+                                                      const std::vector<at::Tensor>& tensors,
+                                                      bool makes) {
+  std::vector<KeptPart> parts;
+  if (!senders_ || !senders_->has_leg()) return parts;
+  step_.parameters = &parameters;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const ParameterInfo& info = parameters[i];
+    const BucketSlot slot{static_cast<int64_t>(i), 0, info.numel};
+    if (is_dense(compression_, shape_of(slot))) continue;
+    const int64_t numel = c10::isComplexType(info.dtype) ? 2 * info.numel : info.numel;
+    const Part part = part_of(slot, numel, senders_->leg);
+    if (part.numel == 0) continue;
+    KeptOfCode* kept =
+        makes ? &residuals_.of(tensors[i], part.numel, has_error_feedback(compression_))
+              : residuals_.find(tensors[i]);
+    if (kept != nullptr) parts.push_back({info.name, numel, senders_->number, part.begin, kept});
+  }
+  return parts;
+}
+
+void CompressedTransport::forget() {
+  residuals_ = {};
+  steps_ = 0;
+}
+
+void CompressedTransport::begin(const TransportStep& step) {
+  senders();
   step_ = {&step.buckets, step.parameters, step.tensors,
            std::vector<bool>(step.parameters->size(), false),
            std::make_shared<BucketJourneys>(*senders_)};
@@ -96,7 +127,7 @@ bool CompressedTransport::is_sent_dense(const BucketSlot& slot) const {
 // not be cut goes by one of them.
 CompressedTransport::Part CompressedTransport::part_of(const BucketSlot& slot, int64_t numel,
                                                        int64_t leg) const {
-  const auto unit = is_sent_dense(slot) ? std::nullopt : unit_of(compression_);
+  const auto unit = is_dense(compression_, shape_of(slot)) ? std::nullopt : unit_of(compression_);
   if (!unit) return slot.parameter % senders_->legs == leg ? Part{0, numel} : Part{};
   const int64_t units = (numel + *unit - 1) / *unit;
   const int64_t begin = std::min(numel, leg * units / senders_->legs * *unit);

@@ -16,6 +16,15 @@
 
 namespace trireme {
 
+// What a rank keeps of one parameter's codes, and of which part of it.
+struct KeptPart {
+  std::string name;
+  int64_t numel = 0;   // of all of the parameter, in real numbers
+  int64_t sender = 0;  // the sender that this rank codes for, or with
+  int64_t begin = 0;   // the place of its first element
+  KeptOfCode* kept;    // owned by the transport
+};
+
 // A transport that sends codes of gradients; see [Note: gradient compression] in compression.h. A
 // bucket is coded when it is complete, on the thread that runs backward or, where a host's ranks
 // send together, on the one that waits; it is decoded when it is waited for.
@@ -34,6 +43,19 @@ class TRIREME_API CompressedTransport final : public Transport {
   void unused(int64_t parameter) override;
   SentCodes sent() const override { return sent_; }
   void announce_failure(const std::string& text) noexcept override;
+
+  const Compression& compression() const { return compression_; }
+  // Returns the steps so far, and has them counted from `steps` on.
+  int64_t steps() const { return steps_; }
+  void set_steps(int64_t steps) { steps_ = steps; }
+  // Returns the number of senders. Collective the first time.
+  int64_t senders();
+  // Returns what is kept of the parameters of a layout; what is not kept yet is left out, or begun
+  // if `makes`. Senders must be known.
+  std::vector<KeptPart> kept_parts(const std::vector<ParameterInfo>& parameters,
+                                   const std::vector<at::Tensor>& tensors, bool makes);
+  // Begins anew with zeros.
+  void forget();
 
  private:
   // The elements of a gradient that a leg codes.

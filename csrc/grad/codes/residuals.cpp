@@ -6,14 +6,15 @@
 
 namespace trireme {
 
-Residuals::Entry* Residuals::find(const at::Tensor& parameter) {
+Residuals::Entry* Residuals::entry_of(const at::Tensor& parameter) {
   const auto found = entries_.find(parameter.unsafeGetTensorImpl());
   if (found == entries_.end() || found->second.parameter.expired()) return nullptr;
   return &found->second;
 }
 
 KeptOfCode& Residuals::of(const at::Tensor& parameter, int64_t numel, bool has_feedback) {
-  if (Entry* entry = find(parameter); entry != nullptr && entry->numel == numel) return entry->kept;
+  if (Entry* entry = entry_of(parameter); entry != nullptr && entry->numel == numel)
+    return entry->kept;
   Entry entry{c10::weak_intrusive_ptr<c10::TensorImpl>(parameter.getIntrusivePtr()), numel, {}};
   if (has_feedback) entry.kept.residual = at::zeros({numel}, at::kFloat);
   return entries_.insert_or_assign(parameter.unsafeGetTensorImpl(), std::move(entry))
@@ -21,7 +22,7 @@ KeptOfCode& Residuals::of(const at::Tensor& parameter, int64_t numel, bool has_f
 }
 
 void Residuals::keep_copy(const at::Tensor& parameter) {
-  const Entry* entry = find(parameter);
+  const Entry* entry = entry_of(parameter);
   if (entry == nullptr) return;
   KeptOfCode copy = entry->kept;
   if (copy.residual.defined()) copy.residual = copy.residual.clone();
@@ -30,7 +31,7 @@ void Residuals::keep_copy(const at::Tensor& parameter) {
 
 void Residuals::take_back(const at::Tensor& parameter) {
   const auto copy = copies_.find(parameter.unsafeGetTensorImpl());
-  Entry* entry = find(parameter);
+  Entry* entry = entry_of(parameter);
   if (copy != copies_.end() && entry != nullptr) entry->kept = copy->second;
 }
 

@@ -27,6 +27,12 @@ class TRIREME_API Residuals {
   // `numel` zeros, if `has_feedback`. The reference is good until forget_copies().
   KeptOfCode& of(const at::Tensor& parameter, int64_t numel, bool has_feedback);
 
+  // Returns what is kept of a parameter, null if nothing is.
+  KeptOfCode* find(const at::Tensor& parameter) {
+    Entry* entry = entry_of(parameter);
+    return entry != nullptr ? &entry->kept : nullptr;
+  }
+
   // Remembers what is kept of a parameter, for take_back(), until forget_copies().
   void keep_copy(const at::Tensor& parameter);
   // Brings back what keep_copy() remembered: the code that was sent since is lost.
@@ -40,7 +46,7 @@ class TRIREME_API Residuals {
     int64_t numel;
     KeptOfCode kept;
   };
-  Entry* find(const at::Tensor& parameter);
+  Entry* entry_of(const at::Tensor& parameter);
 
   std::unordered_map<const c10::TensorImpl*, Entry> entries_;
   std::unordered_map<const c10::TensorImpl*, KeptOfCode> copies_;

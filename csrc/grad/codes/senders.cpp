@@ -44,7 +44,7 @@ std::vector<int64_t> legs_beside(const HostLayout& layout) {
 }
 
 Senders senders_of(Communicator& ranks, const HostLayout& layout) {
-  Senders senders{layout.count(), layout.legs, layout.place, nullptr};
+  Senders senders{layout.count(), layout.host, layout.legs, layout.place, nullptr};
   if (layout.ranks_here() > 1) {
     const std::string host = std::to_string(layout.here().front());
     senders.inside = split(ranks, layout.here(), "host of " + host);
@@ -77,7 +77,7 @@ bool has_several_senders(Communicator& ranks, Between between) {
 
 Senders make_senders(const std::shared_ptr<Communicator>& ranks, Between between) {
   Host* host = host_of(*ranks, between);
-  if (host == nullptr) return {ranks->world(), 1, 0, ranks};
+  if (host == nullptr) return {ranks->world(), ranks->rank(), 1, 0, ranks};
   return senders_of(*ranks, HostLayout(host->group().hosts(), ranks->rank()));
 }
 

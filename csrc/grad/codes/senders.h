@@ -20,6 +20,7 @@ namespace trireme {
 // its own.
 struct Senders {
   int64_t count = 1;
+  int64_t number = 0;  // this rank's
   int64_t legs = 1;
   int64_t leg = 0;  // this rank's; at least `legs` if it has none
   // Joins the legs of that number; null for a rank without one.

@@ -1,7 +1,7 @@
 #include <trireme/strategies/ddp/ddp.h>
 
 #include <trireme/common/trace.h>
-#include <trireme/grad/codes/compressed_transport.h>
+#include <trireme/grad/codes/senders.h>
 #include <trireme/grad/plan_agreement.h>
 #include <trireme/strategies/ddp/whole_delivery.h>
 
@@ -89,10 +89,12 @@ Ddp::Ddp(ModuleTensors module, std::shared_ptr<Communicator> communicator,
 }
 
 // Returns null where nothing is sent.
-std::unique_ptr<Transport> Ddp::compressed(const Compression& compression) const {
+std::unique_ptr<Transport> Ddp::compressed(const Compression& compression) {
   check(compression);
   if (!has_several_senders(*communicator_, between(compression))) return nullptr;
-  return std::make_unique<CompressedTransport>(communicator_, compression);
+  auto transport = std::make_unique<CompressedTransport>(communicator_, compression);
+  codes_ = transport.get();
+  return transport;
 }
 
 // See [Note: one inside another] in ddp.h.

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/comm/communicator.h>
+#include <trireme/grad/codes/compressed_transport.h>
 #include <trireme/grad/codes/compression.h>
 #include <trireme/grad/grad_reducer.h>
 
@@ -94,6 +95,9 @@ class TRIREME_API Ddp {
   // has the values already is not written, since a sharded optimizer's must not be.
   void sync_module(const std::vector<at::Tensor>& buffers, int64_t root);
 
+  // Returns the transport of codes; null if nothing is compressed. It is the reducer's.
+  CompressedTransport* codes() const { return codes_; }
+
   BackwardTrigger& trigger() { return *trigger_; }
   GradReducer& reducer() { return *reducer_; }
   const GradReducer& reducer() const { return *reducer_; }
@@ -113,13 +117,14 @@ class TRIREME_API Ddp {
   void broadcast_module(const std::vector<at::Tensor>& parameters,
                         const std::vector<at::Tensor>& buffers, int64_t root);
   std::shared_ptr<Forwards> leading() const;
-  std::unique_ptr<Transport> compressed(const Compression& compression) const;
+  std::unique_ptr<Transport> compressed(const Compression& compression);
 
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<BackwardTrigger> trigger_ = std::make_shared<BackwardTrigger>();
   std::shared_ptr<Forwards> forwards_ = std::make_shared<Forwards>(Forwards{trigger_});
   std::vector<std::weak_ptr<Forwards>> around_;  // the innermost first
   std::shared_ptr<GradReducer> reducer_;
+  CompressedTransport* codes_ = nullptr;
   int64_t seen_step_ = 0;  // see has_averaged()
 };
 

@@ -7,6 +7,7 @@
 #include <trireme/module/module_parameters.h>
 #include <trireme/saving/held_parts.h>
 #include <trireme/strategies/ddp/ddp.h>
+#include <trireme/strategies/ddp/ddp_codes.h>
 #include <trireme/strategies/ddp/ddp_join.h>
 #include <trireme/sync/no_sync.h>
 
@@ -34,7 +35,10 @@ class HasDdp : public AveragesGradients {
 
 // See DistributedDataParallel below.
 template <typename Net>
-class DistributedDataParallelImpl : public torch::nn::Module, public WrapsModule, public HasDdp {
+class DistributedDataParallelImpl : public torch::nn::Module,
+                                    public WrapsModule,
+                                    public HasDdp,
+                                    public DdpCodes {
  public:
   DistributedDataParallelImpl(Net module, std::shared_ptr<Communicator> communicator,
                               const DdpOptions& options = {})
@@ -97,6 +101,7 @@ class DistributedDataParallelImpl : public torch::nn::Module, public WrapsModule
   Net& module() { return module_; }
   torch::nn::Module& wrapped() const override { return *children().front(); }
   Ddp& core() override { return ddp_; }
+  const Ddp& codes_of() const override { return ddp_; }
 
  private:
   Net module_;

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
 
 from trireme import _C
 
@@ -149,3 +153,45 @@ class PowerSGD(Compression):
     start_step: int = 10
     min_ratio: float = 2
     seed: int = 0
+
+
+class Residual(NamedTuple):
+    """What the codes of one sender have left out of a parameter's gradients so far."""
+
+    sender: int
+    first: int
+    """The place of the first of ``values`` in the flattened parameter."""
+    values: torch.Tensor
+    """fp32, flat; of a complex parameter its real numbers."""
+
+
+_coders: WeakKeyDictionary[nn.Module, _C.Ddp] = WeakKeyDictionary()
+
+
+def note_codes(module: nn.Module, core: _C.Ddp) -> None:
+    """Gradients of ``module`` are compressed by ``core``."""
+    _coders[module] = core
+
+
+def coders_in(model: nn.Module) -> list[tuple[str, _C.Ddp]]:
+    """Who compresses in ``model``, with what comes before its names in the plain model."""
+    found = []
+    for path, module in model.named_modules():
+        core = _coders.get(module)
+        if core is not None:
+            found.append((f"{path}.module." if path else "", core))
+    return found
+
+
+def state_of(model: nn.Module) -> dict[str, Residual]:
+    """Returns what codes have left out on this rank, by the name in the plain model.
+
+    Of parameters that go as fp32 there is nothing. Under ``between="ranks"`` all of a parameter is
+    there, else the part that this rank codes for its host. Values are shared with the model: they
+    change in the next step.
+    """
+    return {
+        prefix + name: Residual(*part)
+        for prefix, core in coders_in(model)
+        for name, part in core.residuals().items()
+    }

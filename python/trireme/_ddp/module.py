@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from trireme import _C
-from trireme._core.compression import Compression
+from trireme._core.compression import Compression, note_codes
 from trireme._core.find_tensors import find_tensors
 from trireme._core.group_communicator import communicator_of
 from trireme._core.joined_steps import check_joined_batch_norms
@@ -227,6 +227,8 @@ class DistributedDataParallel(TorchNames):
             communicator=self._communicator,
             options=options,
         )
+        if self.compression is not None:
+            note_codes(self, self._core)
         self._divisor = self.process_group.size()
         # Not of the wrapper itself, which would keep itself alive.
         self._layer_watch = LayerWatch(self.module)

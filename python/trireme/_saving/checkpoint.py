@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from trireme import _C
 from trireme._C import CheckpointReader, CheckpointTensor
+from trireme._core.compression import coders_in
 from trireme._core.errors import Area
 from trireme._core.meshes import group_over
 from trireme._core.owners import group_of_stages
@@ -37,6 +38,7 @@ from trireme._saving.stages import names_of_all, some_rank_has
 
 _MODEL = "model"
 _EXTRA = "extra.json"
+_CODES = "compression"
 
 
 def save_checkpoint(
@@ -95,6 +97,10 @@ def save_checkpoint(
         if optimizer is not None:
             parts = OptimizerParts(optimizer, named_tensors(model, ranks), ranks)
             tensors[KIND], texts[FILE] = parts.to_save()
+        for prefix, core in coders_in(model):
+            kept = core.codes_to_save(prefix)
+            if kept is not None:
+                tensors.setdefault(_CODES, []).extend(kept)
         if extra is not None and ranks.rank == 0:
             texts[_EXTRA] = json.dumps(plain_json(extra, "`extra`", ranks))
     _C.save_checkpoint(
@@ -141,6 +147,10 @@ def load_checkpoint(
         elsewhere = TensorsElsewhere(model)
         needed = [*model_to_load(model, ranks), *elsewhere.to_load(ranks)]
     reader.check(_MODEL, needed)
+    coders = coders_in(model)
+    with ranks.together():
+        for prefix, core in coders:
+            core.check_codes(reader, prefix)
     has_optimizer = some_rank_has(optimizer, model, ranks)
     loaded = _read_optimizer(model, optimizer, ranks, reader) if has_optimizer else None
     plain = plain_model(model)
@@ -158,6 +168,8 @@ def load_checkpoint(
         with ranks.together():
             if loaded is not None:
                 loaded.put_into_optimizer()
+    for prefix, core in coders:
+        core.load_codes(reader, prefix)
     text = reader.text(_EXTRA)
     return json.loads(text) if text else {}
 
