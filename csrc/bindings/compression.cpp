@@ -1,10 +1,12 @@
-#include <trireme/grad/codes/compression.h>
-
 #include <trireme/bindings/bindings.h>
 #include <trireme/common/error.h>
+#include <trireme/grad/codes/gradient_coder.h>
 
+#include <ATen/ATen.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -31,6 +33,43 @@ Rounding rounding_of(const std::string& name) {
     refuse("rounding", name, "'nearest' or 'stochastic'");
   return name == "nearest" ? Rounding::kNearest : Rounding::kStochastic;
 }
+
+// The codes of buckets that a communication hook sees.
+class HookCoder {
+ public:
+  HookCoder(const std::shared_ptr<Communicator>& ranks, const Compression& compression)
+      : ranks_(ranks) {
+    check(compression);
+    check_same_compression(*ranks, compression);
+    if (has_several_senders(*ranks, between(compression)))
+      coder_ = std::make_unique<GradientCoder>(ranks, compression);
+  }
+
+  // Averages a bucket in place: the one of that index in a step, whose first is 0.
+  void average(const at::Tensor& buffer, const std::vector<at::Tensor>& parameters,
+               const std::vector<std::string>& names, int64_t index) {
+    const std::string label = "bucket " + std::to_string(index) + ": " + names.front();
+    const double scale = 1.0 / static_cast<double>(ranks_->world());
+    if (!coder_) {
+      buffer.mul_(scale);
+      return ranks_->all_reduce({buffer}, ReduceOp::kSum, label).wait();
+    }
+    if (index == 0) coder_->begin_step();
+    CodedBucket bucket{buffer, {}, scale, label};
+    int64_t offset = 0;
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      const at::Tensor& parameter = parameters[i];
+      bucket.parameters.push_back({parameter, names[i], parameter.sizes(), parameter.numel(),
+                                   static_cast<int64_t>(i), offset});
+      offset += parameter.numel();
+    }
+    coder_->code(bucket).wait();
+  }
+
+ private:
+  std::shared_ptr<Communicator> ranks_;
+  std::unique_ptr<GradientCoder> coder_;
+};
 
 template <typename Method>
 Method checked(Method method) {
@@ -98,6 +137,15 @@ void init_compression(py::module_& module) {
            }),
            py::kw_only(), py::arg("rank"), py::arg("start_step"), py::arg("min_ratio"),
            py::arg("seed"), py::arg("error_feedback"), py::arg("dense_below"), py::arg("between"));
+  using torch::wrap_pybind_function_no_gil;
+  py::class_<HookCoder>(module, "HookCoder")
+      .def(py::init(wrap_pybind_function_no_gil(
+               [](const std::shared_ptr<Communicator>& ranks, const Compression& compression) {
+                 return std::make_unique<HookCoder>(ranks, compression);
+               })),
+           py::arg("ranks"), py::arg("compression"))
+      .def("average", wrap_pybind_function_no_gil(&HookCoder::average), py::arg("buffer"),
+           py::arg("parameters"), py::arg("names"), py::arg("index"));
   module.def(
       "code_bytes",
       [](const Compression& compression, const std::vector<int64_t>& sizes) {

@@ -19,10 +19,22 @@ from trireme._core.compression import (
     TopK,
     state_of,
 )
+from trireme._core.compression_hook import HookState, hook
 
 __all__ = [
-    *("Bf16", "Compression", "Fp16", "Int4", "Int8", "PowerSGD", "RandomK", "Residual", "Sign"),
-    *("TopK", "state_of"),
+    "Bf16",
+    "Compression",
+    "Fp16",
+    "HookState",
+    "Int4",
+    "Int8",
+    "PowerSGD",
+    "RandomK",
+    "Residual",
+    "Sign",
+    "TopK",
+    "hook",
+    "state_of",
 ]
 
 # Users import them from here, and so they are printed and pickled.

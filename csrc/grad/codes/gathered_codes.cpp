@@ -1,6 +1,11 @@
 #include <trireme/grad/codes/gathered_codes.h>
 
+#include <ATen/ATen.h>
+
+#include <algorithm>
 #include <cstring>
+#include <utility>
+#include <vector>
 
 namespace trireme {
 namespace {

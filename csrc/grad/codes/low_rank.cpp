@@ -1,6 +1,9 @@
 #include <trireme/grad/codes/low_rank.h>
 
+#include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
+
+#include <utility>
 
 namespace trireme {
 namespace {
@@ -78,7 +81,7 @@ int64_t LowRank::start() {
     at::Tensor left = lefts[i];
     at::mm_out(left, matrices_[i].sum, basis_of(*matrices_[i].gradient));
   }
-  dense_ = DenseGradients::of(exchange_);
+  dense_ = packed_dense();
   moved_ = lefts_;
   const int64_t sent = reduce(moved_);
   return sent + static_cast<int64_t>(rights_.nbytes()) + reduce(dense_);
@@ -113,7 +116,7 @@ void LowRank::finish() {
     at::Tensor residual = gradient.kept->residual;
     if (residual.defined()) residual.view_as(mean).copy_(matrix.sum).sub_(mean, 1 / share);
   }
-  DenseGradients::unpack(exchange_, dense_.cpu());
+  unpack_dense(dense_);
 }
 
 }  // namespace trireme

@@ -1,7 +1,12 @@
 #include <trireme/grad/codes/reduced_codes.h>
 
+#include <ATen/ATen.h>
+
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
+#include <utility>
 
 namespace trireme {
 namespace {
@@ -18,7 +23,7 @@ class ReducedCodes : public InFlight {
       if (!gradient.is_dense) numel += code_numel(gradient);
     codes_ = at::empty({numel}, dtype_);
     each([&](const CodedGradient& gradient, Span code) { encode_to(code, gradient); });
-    dense_ = DenseGradients::of(exchange_);
+    dense_ = packed_dense();
     const int64_t sent = reduce(codes_);
     return sent + reduce(dense_);
   }
@@ -44,7 +49,7 @@ class ReducedCodes : public InFlight {
   void finish() override {
     codes_ = codes_.cpu();
     each([&](const CodedGradient& gradient, Span code) { decode_from(code, gradient); });
-    DenseGradients::unpack(exchange_, dense_.cpu());
+    unpack_dense(dense_);
     codes_.reset();
     dense_.reset();
   }

@@ -93,7 +93,7 @@ std::unique_ptr<Transport> Ddp::compressed(const Compression& compression) {
   check(compression);
   if (!has_several_senders(*communicator_, between(compression))) return nullptr;
   auto transport = std::make_unique<CompressedTransport>(communicator_, compression);
-  codes_ = transport.get();
+  coder_ = &transport->coder();
   return transport;
 }
 

@@ -95,8 +95,8 @@ class TRIREME_API Ddp {
   // has the values already is not written, since a sharded optimizer's must not be.
   void sync_module(const std::vector<at::Tensor>& buffers, int64_t root);
 
-  // Returns the transport of codes; null if nothing is compressed. It is the reducer's.
-  CompressedTransport* codes() const { return codes_; }
+  // Returns what codes gradients; null if nothing is compressed. It is the reducer's.
+  GradientCoder* coder() const { return coder_; }
 
   BackwardTrigger& trigger() { return *trigger_; }
   GradReducer& reducer() { return *reducer_; }
@@ -124,7 +124,7 @@ class TRIREME_API Ddp {
   std::shared_ptr<Forwards> forwards_ = std::make_shared<Forwards>(Forwards{trigger_});
   std::vector<std::weak_ptr<Forwards>> around_;  // the innermost first
   std::shared_ptr<GradReducer> reducer_;
-  CompressedTransport* codes_ = nullptr;
+  GradientCoder* coder_ = nullptr;
   int64_t seen_step_ = 0;  // see has_averaged()
 };
 

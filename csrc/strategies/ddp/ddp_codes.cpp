@@ -15,7 +15,7 @@ using Tensors = std::vector<CheckpointTensor>;
 const BucketLayout& layout_of(const Ddp& ddp) { return ddp.reducer().layout(); }
 
 std::string method_of(const Ddp& ddp) {
-  const std::string text = to_string(ddp.codes()->compression());
+  const std::string text = to_string(ddp.coder()->compression());
   return text.substr(0, text.find('('));
 }
 
@@ -102,15 +102,15 @@ void read_others(const CheckpointReader& checkpoint, std::vector<KeptPart>& part
 }  // namespace
 
 std::vector<KeptPart> kept_codes(const Ddp& ddp) {
-  if (ddp.codes() == nullptr) return {};
-  return ddp.codes()->kept_parts(layout_of(ddp).infos(), layout_of(ddp).parameters(),
+  if (ddp.coder() == nullptr) return {};
+  return ddp.coder()->kept_parts(layout_of(ddp).infos(), layout_of(ddp).parameters(),
                                  /*makes=*/false);
 }
 
 std::optional<Tensors> codes_to_save(const Ddp& ddp, const std::string& prefix) {
-  if (ddp.codes() == nullptr || ddp.codes()->steps() == 0) return std::nullopt;
-  const int64_t senders = ddp.codes()->senders();
-  Tensors tensors{whole(steps_of(ddp), at::full({1}, ddp.codes()->steps(), at::kLong))};
+  if (ddp.coder() == nullptr || ddp.coder()->steps() == 0) return std::nullopt;
+  const int64_t senders = ddp.coder()->senders();
+  Tensors tensors{whole(steps_of(ddp), at::full({1}, ddp.coder()->steps(), at::kLong))};
   for (const KeptPart& part : kept_codes(ddp)) {
     const std::string name = prefix + part.name;
     const KeptOfCode& kept = *part.kept;
@@ -125,7 +125,7 @@ std::optional<Tensors> codes_to_save(const Ddp& ddp, const std::string& prefix) 
 }
 
 void check_codes(const Ddp& ddp, const CheckpointReader& checkpoint, const std::string& prefix) {
-  if (ddp.codes() == nullptr || !has(checkpoint, steps_of(ddp))) return;
+  if (ddp.coder() == nullptr || !has(checkpoint, steps_of(ddp))) return;
   const auto& known = checkpoint.tensors(kCompressionTensors);
   for (const ParameterInfo& info : layout_of(ddp).infos()) {
     const auto found = known.find(residual_of(prefix + info.name));
@@ -142,21 +142,21 @@ void check_codes(const Ddp& ddp, const CheckpointReader& checkpoint, const std::
 }
 
 void load_codes(const Ddp& ddp, const CheckpointReader& checkpoint, const std::string& prefix) {
-  CompressedTransport* codes = ddp.codes();
-  if (codes == nullptr) return;
-  codes->forget();
+  GradientCoder* coder = ddp.coder();
+  if (coder == nullptr) return;
+  coder->forget();
   if (!has(checkpoint, steps_of(ddp)))
     return say_that_codes_begin_anew(ddp, "the checkpoint has none of this method");
-  const int64_t senders = codes->senders();
+  const int64_t senders = coder->senders();
   std::vector<KeptPart> parts =
-      codes->kept_parts(layout_of(ddp).infos(), layout_of(ddp).parameters(), /*makes=*/true);
+      coder->kept_parts(layout_of(ddp).infos(), layout_of(ddp).parameters(), /*makes=*/true);
   const at::Tensor steps = at::empty({1}, at::kLong);
   checkpoint.read(kCompressionTensors, {whole(steps_of(ddp), steps)});
-  codes->set_steps(steps.item<int64_t>());
+  coder->set_steps(steps.item<int64_t>());
   int64_t saved = senders;
   for (const auto& [name, tensor] : checkpoint.tensors(kCompressionTensors))
     if (tensor.sizes.size() == 2 && name.starts_with("residual:")) saved = tensor.sizes.front();
-  if (has_error_feedback(codes->compression()))
+  if (has_error_feedback(coder->compression()))
     read_residuals(checkpoint, parts, prefix, senders, saved);
   read_others(checkpoint, parts, prefix, senders, saved);
 }
