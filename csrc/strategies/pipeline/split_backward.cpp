@@ -7,8 +7,6 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 
-#include <algorithm>
-#include <unordered_set>
 #include <utility>
 
 namespace trireme {
@@ -66,14 +64,11 @@ class SplitBackward::Walk {
     bool to_weight = false;
   };
 
-  Walk(const edge_list& roots, const edge_list& inputs) {
-    for (const Edge& input : inputs)
-      if (input.is_valid()) inputs_.insert(input.function.get());
+  Walk(const edge_list& roots, const Node* received) : received_(received) {
     for (const Edge& root : roots) visit(root.function);
   }
 
   const Found& at(const Node* node) const { return found_.at(node); }
-  bool is_input(const Node* node) const { return inputs_.count(node) != 0; }
   // Returns the nodes, each behind the nodes that its edges lead to.
   const std::vector<NodePtr>& nodes() const { return nodes_; }
 
@@ -88,7 +83,7 @@ class SplitBackward::Walk {
     std::vector<Open> open{{root}};
     while (!open.empty()) {
       Open& top = open.back();
-      if (top.next < top.node->num_outputs() && !is_input(top.node.get())) {
+      if (top.next < top.node->num_outputs()) {
         const Edge& edge = top.node->next_edge(top.next++);
         if (edge.is_valid() && found_.emplace(edge.function.get(), Found()).second)
           open.push_back({edge.function});
@@ -101,7 +96,7 @@ class SplitBackward::Walk {
   }
 
   void close(const NodePtr& node) {
-    if (is_input(node.get())) {
+    if (node.get() == received_) {
       found_[node.get()].to_input = true;
       return;
     }
@@ -118,40 +113,20 @@ class SplitBackward::Walk {
     found_[node.get()] = found;
   }
 
-  std::unordered_set<const Node*> inputs_;
+  const Node* received_;
   ska::flat_hash_map<const Node*, Found> found_;
   std::vector<NodePtr> nodes_;
 };
 
-namespace {
-
-edge_list edges_of(const NodePtr& received) {
-  edge_list edges;
-  if (!received) return edges;
-  const auto& node = static_cast<const ReceivedNode&>(*received);
-  for (size_t i = 0; i < node.tensors(); ++i) {
-    const int64_t place = node.place_of(i);
-    edges.push_back(place < 0 ? Edge() : Edge(received, static_cast<uint32_t>(place)));
-  }
-  return edges;
-}
-
-}  // namespace
-
-SplitBackward::SplitBackward(edge_list roots, std::vector<at::Tensor> gradients, edge_list inputs)
-    : roots_(std::move(roots)), gradients_(std::move(gradients)), inputs_(std::move(inputs)) {}
-
 SplitBackward::SplitBackward(edge_list roots, std::vector<at::Tensor> gradients,
                              const NodePtr& received)
-    : SplitBackward(std::move(roots), std::move(gradients), edges_of(received)) {}
+    : roots_(std::move(roots)), gradients_(std::move(gradients)), received_(received) {}
 
 SplitBackward::~SplitBackward() = default;
 
 std::vector<at::Tensor> SplitBackward::input_half() {
-  const bool wanted = std::any_of(inputs_.begin(), inputs_.end(),
-                                  [](const Edge& input) { return input.is_valid(); });
-  if (!wanted) return std::vector<at::Tensor>(inputs_.size());
-  const Walk walk(roots_, inputs_);
+  if (!received_) return {};
+  const Walk walk(roots_, received_.get());
   const std::vector<NodePtr> inner = prepare(walk);
   std::vector<at::Tensor> found = run_input_half(walk);
   for (const NodePtr& node : inner) node->release_variables();
@@ -166,7 +141,7 @@ std::vector<NodePtr> SplitBackward::prepare(const Walk& walk) {
       if (node->num_outputs() == 0) sinks_.emplace_back(node, 0);
       continue;
     }
-    if (walk.is_input(node.get())) continue;
+    if (node == received_) continue;
     auto kept = std::make_shared<Kept>();
     bool meets = false;
     for (const Edge& edge : node->next_edges()) {
@@ -198,23 +173,23 @@ std::vector<at::Tensor> SplitBackward::run_input_half(const Walk& walk) {
   }
   roots_ = std::move(weight_roots);
   gradients_ = std::move(weight_gradients);
-  std::vector<at::Tensor> found(inputs_.size());
+  const auto& node = static_cast<const ReceivedNode&>(*received_);
+  std::vector<at::Tensor> found(node.tensors());
   if (roots.empty()) return found;
   edge_list inputs;
-  for (const Edge& input : inputs_)
-    if (input.is_valid()) inputs.push_back(input);
+  for (size_t i = 0; i < found.size(); ++i)
+    if (node.place_of(i) >= 0)
+      inputs.emplace_back(received_, static_cast<uint32_t>(node.place_of(i)));
   variable_list came = torch::autograd::Engine::get_default_engine().execute(
       roots, gradients, /*keep_graph=*/true, /*create_graph=*/false, /*accumulate_grad=*/false,
       inputs);
   size_t next = 0;
   for (size_t i = 0; i < found.size(); ++i)
-    if (inputs_[i].is_valid()) found[i] = std::move(came[next++]);
+    if (node.place_of(i) >= 0) found[i] = std::move(came[next++]);
   return found;
 }
 
-void SplitBackward::weight_half() { weight_half(sinks_); }
-
-void SplitBackward::weight_half(const edge_list& only) {
+void SplitBackward::weight_half() {
   for (const std::shared_ptr<Kept>& kept : kept_) {
     if (kept->gradients.empty()) continue;  // no gradient came this way
     const NodePtr stand_in =
@@ -231,12 +206,12 @@ void SplitBackward::weight_half(const edge_list& only) {
   if (!roots_.empty()) {
     torch::autograd::Engine::get_default_engine().execute(roots_, gradients_, /*keep_graph=*/false,
                                                           /*create_graph=*/false,
-                                                          /*accumulate_grad=*/true, only);
+                                                          /*accumulate_grad=*/true, sinks_);
   }
   roots_.clear();
   gradients_.clear();
   sinks_.clear();
-  inputs_.clear();
+  received_.reset();
 }
 
 }  // namespace trireme

@@ -38,24 +38,19 @@ namespace trireme {
 // The backward of one micro-batch in two halves. One thread at a time.
 class TRIREME_API SplitBackward {
  public:
-  // `gradients` belong to `roots`. `inputs` are the edges at which gradients of inputs arrive, one
-  // for each; invalid for one that needs none. The graph behind them is left alone.
-  SplitBackward(torch::autograd::edge_list roots, std::vector<at::Tensor> gradients,
-                torch::autograd::edge_list inputs);
-  // Takes the inputs in front of a node (received_node.h); null where none needs a gradient.
+  // `gradients` belong to `roots`. `received` is the node behind the inputs (received_node.h); null
+  // where none needs a gradient.
   SplitBackward(torch::autograd::edge_list roots, std::vector<at::Tensor> gradients,
                 const NodePtr& received);
   ~SplitBackward();
   SplitBackward(const SplitBackward&) = delete;
   SplitBackward& operator=(const SplitBackward&) = delete;
 
-  // Returns the gradients of the inputs, one for each; undefined where none came. Called first,
-  // once.
+  // Returns the gradients of the inputs, one for each, undefined where none came; none without a
+  // node. Called first, once.
   std::vector<at::Tensor> input_half();
   // Adds the gradients of the weights to .grad. Called second, once; the graph is then gone.
   void weight_half();
-  // Adds those gradients only that are accumulated at `only`.
-  void weight_half(const torch::autograd::edge_list& only);
 
  private:
   class Walk;
@@ -69,7 +64,7 @@ class TRIREME_API SplitBackward {
 
   torch::autograd::edge_list roots_;
   std::vector<at::Tensor> gradients_;
-  torch::autograd::edge_list inputs_;
+  NodePtr received_;
   std::vector<std::shared_ptr<Kept>> kept_;
   torch::autograd::edge_list sinks_;  // where gradients of weights are accumulated
 };
