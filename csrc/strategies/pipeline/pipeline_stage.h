@@ -1,13 +1,17 @@
 #pragma once
 
+#include <trireme/comm/launch/launch.h>
 #include <trireme/module/module_of_tensors.h>
-#include <trireme/strategies/pipeline/pipeline.h>
+#include <trireme/strategies/pipeline/micro_batch_scope.h>
+#include <trireme/strategies/pipeline/pipeline_module.h>
+#include <trireme/strategies/pipeline/pipeline_options.h>
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/pimpl.h>
 
 #include <cstdint>
-#include <functional>
 #include <initializer_list>
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -54,12 +58,8 @@ class PipelineTensors {
 };
 
 // See StagePipeline below.
-class TRIREME_API StagePipelineImpl : public torch::nn::Module {
+class TRIREME_API StagePipelineImpl : public PipelineModule {
  public:
-  // Takes all that the last stage returned for a micro-batch, and its target.
-  using Loss =
-      std::function<at::Tensor(const std::vector<at::Tensor>& outputs, const at::Tensor& target)>;
-
   StagePipelineImpl(std::vector<PipelineStage> stages, std::shared_ptr<Communicator> communicator,
                     const PipelineOptions& options);
   explicit StagePipelineImpl(std::vector<PipelineStage> stages, const PipelineOptions& options = {})
@@ -69,52 +69,30 @@ class TRIREME_API StagePipelineImpl : public torch::nn::Module {
   // Trains on a batch, as Pipeline::step() does: every rank gives all of it. Where there are
   // several inputs, the first stage's forward takes all of them, and forwards of other stages may
   // ask for them (micro_batch_scope.h). Collective.
-  at::Tensor step(const PipelineTensors& inputs, const at::Tensor& target, const Loss& loss);
+  at::Tensor step(const PipelineTensors& inputs, const at::Tensor& target, const Loss& loss) {
+    return step_batch(inputs.tensors(), target, loss);
+  }
   at::Tensor step(const PipelineTensors& inputs, const at::Tensor& target,
                   const PipelineLoss& loss) {
-    return step(inputs, target, of_one(loss));
+    return step_batch(inputs.tensors(), target, of_one(loss));
   }
 
   // Computes the loss of a batch, keeping no graph. Collective.
-  at::Tensor eval_step(const PipelineTensors& inputs, const at::Tensor& target, const Loss& loss);
+  at::Tensor eval_step(const PipelineTensors& inputs, const at::Tensor& target, const Loss& loss) {
+    return eval_batch(inputs.tensors(), target, loss);
+  }
   at::Tensor eval_step(const PipelineTensors& inputs, const at::Tensor& target,
                        const PipelineLoss& loss) {
-    return eval_step(inputs, target, of_one(loss));
+    return eval_batch(inputs.tensors(), target, of_one(loss));
   }
   // Computes the outputs of a batch, keeping no graph: on the rank of the last stage, none
   // elsewhere. Collective.
-  std::vector<at::Tensor> eval_step(const PipelineTensors& inputs);
-
-  // Do the same as these functions of Pipeline.
-  at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0,
-                             bool error_if_nonfinite = false) {
-    return trireme::clip_grad_norm_(gradients(), {max_norm, norm_type, error_if_nonfinite});
+  std::vector<at::Tensor> eval_step(const PipelineTensors& inputs) {
+    return outputs_of_batch(inputs.tensors());
   }
-  std::vector<GradNormPart> gradients() const {
-    return {gradients_of_stages(this->parameters(), runner_->later_copies(), communicator_)};
-  }
-  [[nodiscard]] NoSync no_sync() { return NoSync(synchronizes_); }
-
-  const PipelineSchedule& schedule() const { return runner_->schedule(); }
-  PipelineReport last_step() const { return runner_->last_step(); }
 
  private:
-  class Function;
-
-  static Loss of_one(const PipelineLoss& loss);
-  PipelineStageRequest request_of(const PipelineStage& stage, bool defers);
-  void begin(const PipelineTensors& inputs, const at::Tensor& target);
-  PipelineRunner::Evaluation run_forwards(bool has_loss);
-
-  int64_t dim_;
-  int64_t chunks_;
-  bool synchronizes_ = true;
-  std::shared_ptr<Communicator> communicator_;
-  std::unique_ptr<CallTurn> turn_;  // held by the call that uses batch_, loss_ and batch_norms_
-  MicroBatches batch_;
-  const Loss* loss_ = nullptr;
-  DeferredBatchNorms batch_norms_;
-  std::unique_ptr<PipelineRunner> runner_;
+  PipelineStageRequest request_of(const PipelineStage& stage);
 };
 
 // A pipeline of which each rank makes its own stages only, where no rank could hold the module that

@@ -4,9 +4,12 @@
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim.h>
 
+#include <algorithm>
 #include <catch_torch.h>
+#include <chrono>
 #include <cmath>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread_ranks.h>
@@ -103,6 +106,24 @@ TEST_CASE("a Sequential trains as a pipeline as it does alone") {
       CHECK(wrong.empty());
     }
   }
+}
+
+TEST_CASE("a rank keeps no layers of other ranks once the net is dropped") {
+  run_thread_ranks(
+      3,
+      [](ThreadRank& rank) {
+        torch::nn::Sequential net = seeded_net();
+        std::vector<std::weak_ptr<torch::nn::Module>> layers;
+        for (const auto& layer : net->children()) layers.push_back(layer);
+        Pipeline<> pipe(net, rank.communicator, PipelineOptions{.chunks = kChunks});
+        net = nullptr;
+        const auto alive = std::count_if(layers.begin(), layers.end(),
+                                         [](const auto& layer) { return !layer.expired(); });
+        TORCH_CHECK(alive == static_cast<int64_t>(pipe->children().size()), "got ", alive,
+                    " layers of 5");
+        pipe->step(rows(0), targets(0), loss_of);
+      },
+      std::chrono::seconds(30), Engine::kShm);
 }
 
 TEST_CASE("gradients of all stages are clipped by their common norm") {
