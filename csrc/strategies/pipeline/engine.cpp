@@ -38,11 +38,10 @@ PipelineEngine::PipelineEngine(PipelineSchedule schedule, std::vector<PipelineSt
       where_(communicator_->rank_of()),
       options_(options) {
   agree_on_row(schedule_, stages, options_, *communicator_);
-  edges_ = std::make_unique<StageEdges>(schedule_, *communicator_);
-  skips_ = std::make_unique<SkipEdges>(schedule_, options_.skips, *communicator_);
+  edges_ = std::make_unique<StageEdges>(schedule_, options_.skips, *communicator_);
   gradients_ = std::make_unique<RowGradients>(schedule_, stages, *communicator_, options_);
   for (PipelineStageRequest& request : stages) {
-    StageSkips skips = skips_->skips_of(request.stage);
+    StageSkips skips = edges_->skips_of(request.stage);
     sends_gradients_ = sends_gradients_ || request.sends_gradients;
     stages_.push_back(std::make_unique<Stage>(std::move(request), schedule_, std::move(skips)));
   }
@@ -85,7 +84,6 @@ void PipelineEngine::recover() {
   }
   if (!std::exchange(has_failed_, false)) return;
   edges_->forget_before(step_ + 1);
-  skips_->forget_before(step_ + 1);
   gradients_->forget_before(step_ + 1);
 }
 
@@ -224,13 +222,13 @@ PassOutputs PipelineEngine::forward_pass(std::vector<PipelineValue> inputs,
   if (!options.records) return found;
   found.kept = std::make_shared<KeptRow>();
   for (const auto& stage : stages_) found.kept->live.push_back(stage->take_live());
-  found.kept->due = skips_->due();
+  found.kept->due = edges_->due();
   return found;
 }
 
 void PipelineEngine::backward_pass(KeptRow& kept, const PassBackward& backward) {
   for (size_t i = 0; i < stages_.size(); ++i) stages_[i]->put_live(std::move(kept.live[i]));
-  skips_->set_due(kept.due);
+  edges_->set_due(kept.due);
   pass_ = &backward;
   // `kept` gets the graphs back, also after a failure.
   const auto take_back = [&] {
@@ -323,7 +321,6 @@ std::string PipelineEngine::give_up(const std::string& why) noexcept {
   has_failed_ = true;
   for (const auto& stage : stages_) stage->abandon();
   edges_->abandon();
-  skips_->abandon();
   gradients_->abandon(text);
   losses_.clear();
   parts_of_loss_.clear();

@@ -3,7 +3,6 @@
 #include <trireme/strategies/pipeline/gradients/row_gradients.h>
 #include <trireme/strategies/pipeline/runner.h>
 #include <trireme/strategies/pipeline/schedule_costs.h>
-#include <trireme/strategies/pipeline/skip_edges.h>
 #include <trireme/strategies/pipeline/stage.h>
 #include <trireme/strategies/pipeline/stage_edges.h>
 
@@ -22,7 +21,7 @@ namespace trireme {
 // A row's state of a pass, between its forwards and its backwards.
 struct KeptRow {
   std::vector<std::vector<Stage::Live>> live = {};  // per stage of the row
-  std::vector<std::vector<bool>> due = {};          // see SkipEdges
+  std::vector<std::vector<bool>> due = {};          // see StageEdges
 };
 
 // [Note: how a row runs]
@@ -137,11 +136,7 @@ class TRIREME_API PipelineEngine final : public PipelineRunner {
 
   void backward_weight(const RowAction& action);
 
-  void done_with_input(const Stage& stage);
-
   PipelineValue take_input(int64_t micro_batch);
-
-  void count_sent(StageReport& report, int64_t to, const std::vector<at::Tensor>& tensors) const;
 
   // Looks in the graph of a micro-batch for leaves that are no parameters of a stage.
   void look_for_unlisted(const RowAction& action);
@@ -168,7 +163,6 @@ class TRIREME_API PipelineEngine final : public PipelineRunner {
   RankOf where_;
   PipelineEngineOptions options_;
   std::unique_ptr<StageEdges> edges_;
-  std::unique_ptr<SkipEdges> skips_;
   std::unique_ptr<RowGradients> gradients_;
   std::vector<std::unique_ptr<Stage>> stages_;
   bool sends_gradients_ = false;

@@ -7,8 +7,6 @@
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
 
-#include <algorithm>
-#include <iterator>
 #include <utility>
 
 namespace trireme {
@@ -36,22 +34,12 @@ void PipelineEngine::run_action(const RowAction& action) {
 
 void PipelineEngine::forward(const RowAction& action) {
   Stage& stage = *action.stage;
-  const StageEdges::Message message{step_, stage.index(), action.micro_batch, action.label};
-  StageReport& report = stage.report();
-  StageInput input;
-  if (!stage.is_first()) {
-    const ScopedTimer waits(stage.waits().from_before);
-    input = edges_->receive_onward(message);
-  } else {
-    input.value = take_input(action.micro_batch);
-  }
-  if (stage.has_skips()) {
-    const ScopedTimer waits(report.waiting_ms["skips"]);
-    skips_->receive_onward(message, input);
-  }
+  const EdgeMessage message{step_, stage, action.micro_batch, action.label};
+  StageInput input = edges_->receive_onward(message);
+  if (stage.is_first()) input.value = take_input(action.micro_batch);
   PipelineValue output;
   {
-    const ScopedTimer computes(report.forward_ms);
+    const ScopedTimer computes(stage.report().forward_ms);
     is_in_stage_ = true;
     output = stage.forward(action.micro_batch, std::move(input), action.is_recomputed);
     for (StageLoss& part : stage.take_parts_of_loss()) keep_part_of_loss(action, std::move(part));
@@ -60,15 +48,9 @@ void PipelineEngine::forward(const RowAction& action) {
     if (mode_.trains && !mode_.is_pass) look_for_unlisted(action);
     is_in_stage_ = false;
   }
-  if (!mode_.trains) done_with_input(stage);
-  if (stage.has_skips()) {
-    const ScopedTimer waits(report.waiting_ms["skips"]);
-    skips_->send_onward(message, stage.take_stashed(), report);
-  }
+  if (!mode_.trains) edges_->done_with_input(stage);
   if (!stage.is_last()) {
-    const ScopedTimer waits(stage.waits().to_next);
-    edges_->send_onward(message, output);
-    count_sent(report, stage.index() + 1, output.tensors);
+    edges_->send_onward(message, std::move(output));
   } else if (!mode_.has_loss) {
     result_.outputs.resize(static_cast<size_t>(schedule_.micro_batches));
     result_.outputs[static_cast<size_t>(action.micro_batch)] = std::move(output);
@@ -84,19 +66,11 @@ void PipelineEngine::recompute(const RowAction& action) {
 
 void PipelineEngine::backward(const RowAction& action) {
   Stage& stage = *action.stage;
-  const StageEdges::Message message{step_, stage.index(), action.micro_batch, action.label};
+  const EdgeMessage message{step_, stage, action.micro_batch, action.label};
   StageReport& report = stage.report();
-  std::vector<at::Tensor> gradients;
-  if (stage.has_skips()) {
-    const ScopedTimer waits(report.waiting_ms["skips"]);
-    gradients = skips_->receive_back(message);
-  }
-  const bool wanted = stage.wants_gradients(action.micro_batch);
-  if (wanted) {
-    const ScopedTimer waits(stage.waits().from_next);
-    const std::vector<at::Tensor> came =
-        stage.is_last() ? pass_->gradients[static_cast<size_t>(action.micro_batch)]
-                        : edges_->receive_back(message);
+  std::vector<at::Tensor> gradients = edges_->receive_back(message);
+  if (stage.is_last() && stage.wants_gradients(action.micro_batch)) {
+    const auto& came = pass_->gradients[static_cast<size_t>(action.micro_batch)];
     gradients.insert(gradients.end(), came.begin(), came.end());
   }
   if (mode_.takes_losses) {
@@ -104,7 +78,6 @@ void PipelineEngine::backward(const RowAction& action) {
     if (found != pass_->of_losses.end())
       stage.take_loss_gradients(action.micro_batch, found->second);
   }
-  const bool owes = stage.owes_gradients(action.micro_batch);
   const bool splits = action.kind == ActionKind::kBackwardInput;
   {
     const ScopedTimer computes(splits ? report.input_ms : report.backward_ms);
@@ -113,21 +86,8 @@ void PipelineEngine::backward(const RowAction& action) {
                        : stage.backward(action.micro_batch, gradients, mode_.keep_graph);
     is_in_stage_ = false;
   }
-  if (wanted && !stage.is_last()) edges_->done_with_gradients(stage.index());
-  if (stage.has_skips()) {
-    skips_->done_with_gradients(message);
-    const size_t inputs = gradients.size() - std::min(gradients.size(), stage.popped());
-    std::vector<at::Tensor> popped(std::make_move_iterator(gradients.begin() + inputs),
-                                   std::make_move_iterator(gradients.end()));
-    gradients.resize(inputs);
-    popped.resize(stage.popped());
-    const ScopedTimer waits(report.waiting_ms["skips"]);
-    skips_->send_back(message, std::move(popped), report);
-  }
-  if (!splits) done_with_input(stage);
-  if (!owes) return;
-  const ScopedTimer waits(stage.waits().to_before);
-  count_sent(report, stage.index() - 1, gradients);
+  edges_->done_with_gradients(message);
+  if (!splits) edges_->done_with_input(stage);
   edges_->send_back(message, std::move(gradients));
 }
 
@@ -139,12 +99,7 @@ void PipelineEngine::backward_weight(const RowAction& action) {
     stage.backward_weight(action.micro_batch);
     is_in_stage_ = false;
   }
-  done_with_input(stage);
-}
-
-void PipelineEngine::done_with_input(const Stage& stage) {
-  if (!stage.is_first()) edges_->done_with_input(stage.index());
-  skips_->done_with_input(stage.index());
+  edges_->done_with_input(stage);
 }
 
 PipelineValue PipelineEngine::take_input(int64_t micro_batch) {
@@ -155,13 +110,6 @@ PipelineValue PipelineEngine::take_input(int64_t micro_batch) {
                      std::to_string(schedule_.micro_batches) + ", one per micro-batch",
                  where_, "Cut the batch into as many."));
   return std::move(inputs_[static_cast<size_t>(micro_batch)]);
-}
-
-void PipelineEngine::count_sent(StageReport& report, int64_t to,
-                                const std::vector<at::Tensor>& tensors) const {
-  if (edges_->is_local(report.stage, to)) return;
-  ++report.messages;
-  report.bytes += bytes_of(tensors);
 }
 
 void PipelineEngine::look_for_unlisted(const RowAction& action) {

@@ -91,11 +91,7 @@ PipelineValue Stage::forward(int64_t micro_batch, StageInput input, bool is_reco
   const auto given = static_cast<std::ptrdiff_t>(tensors.size() - popped());
   if (step_.trains) {
     live = {};
-    if (!is_first()) {
-      live.received = ReceivedNode::put_behind(tensors, input.needs_gradient);
-      const auto begin = input.needs_gradient.begin();
-      live.owes_gradients = std::find(begin, begin + given, true) != begin + given;
-    }
+    if (!is_first()) live.received = ReceivedNode::put_behind(tensors, input.needs_gradient);
     count_bytes(live, bytes_of(tensors));
     if (is_recomputed) {
       for (const at::Tensor& tensor : tensors) {
@@ -301,6 +297,7 @@ StageReport Stage::finished_report() const {
     report.waiting_ms["from " + next] = waits_.from_next;
     report.waiting_ms["to " + next] = waits_.to_next;
   }
+  if (has_skips()) report.waiting_ms["skips"] = waits_.skips;
   return report;
 }
 

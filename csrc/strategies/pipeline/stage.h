@@ -60,7 +60,6 @@ class Stage {
     std::unique_ptr<SplitBackward> split;  // between the two halves
     bool is_live = false;
     bool wants_gradients = false;
-    bool owes_gradients = false;
     int64_t bytes = 0;
     int64_t returned = 0;  // bytes that count once it was recomputed
   };
@@ -101,10 +100,8 @@ class Stage {
   void recompute(int64_t micro_batch);
   // Returns the edges at which the backward of a micro-batch begins, after forward() and loss().
   torch::autograd::edge_list graph_of(int64_t micro_batch) const;
-  // Return whether gradients of the outputs, or of the inputs, of a micro-batch are due, without
-  // those of skips. The two sides of an edge agree.
+  // Returns whether gradients of the outputs of a micro-batch are due, without those of skips.
   bool wants_gradients(int64_t micro_batch) const { return at(micro_batch).wants_gradients; }
-  bool owes_gradients(int64_t micro_batch) const { return at(micro_batch).owes_gradients; }
   // Computes the gradients of weights and inputs. `gradients` are those of what was stashed, then,
   // where wanted, of the outputs: one each, undefined where none came. The last stage has its loss.
   // Returns the gradients of the inputs, then of what was popped; none where none is due.
@@ -120,12 +117,14 @@ class Stage {
   // Drops all graphs.
   void abandon();
 
-  // Milliseconds in which this rank waited for, or sent to, the stages beside this one.
+  // Milliseconds in which this rank waited for, or sent to, the stages beside this one, and those
+  // with which it has skips.
   struct Waits {
     double from_before = 0;
     double to_next = 0;
     double from_next = 0;
     double to_before = 0;
+    double skips = 0;
   };
   Waits& waits() { return waits_; }
   StageReport& report() { return report_; }

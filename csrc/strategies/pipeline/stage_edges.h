@@ -2,67 +2,67 @@
 
 #include <trireme/comm/communicator.h>
 #include <trireme/comm/tensor_channel.h>
-#include <trireme/strategies/pipeline/schedule_check.h>
-#include <trireme/strategies/pipeline/stage.h>
+#include <trireme/strategies/pipeline/schedule.h>
+#include <trireme/strategies/pipeline/skip.h>
+#include <trireme/strategies/pipeline/stage_edge.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <optional>
-#include <string>
 #include <vector>
 
 namespace trireme {
 
-// Takes values from stage to stage: to a stage of this rank by reference, to others by channels.
+// The edges of all stages (stage_edge.h), and the time that stages of this rank wait for them.
 class StageEdges {
  public:
-  // Collective. The communicator outlives it.
-  StageEdges(const PipelineSchedule& schedule, Communicator& communicator);
+  // Collective. All ranks give the same skips, those that one stage pops in the order of its pops.
+  // Throws ValueError for a name that is given twice, a stage that does not exist, a pop in a stage
+  // before that of the stash, and two stages that run micro-batches in different orders. The
+  // communicator outlives it.
+  StageEdges(const PipelineSchedule& schedule, const std::vector<PipelineSkip>& skips,
+             Communicator& communicator);
 
-  // The step, stage and micro-batch of a message.
-  struct Message {
-    int64_t step = 0;
-    int64_t stage = 0;  // it sends or receives
-    int64_t micro_batch = 0;
-    const std::string& label;  // the action, in words
-  };
-  // Give outputs to the next stage, and gradients of inputs to the one before.
-  void send_onward(const Message& message, const PipelineValue& outputs);
-  void send_back(const Message& message, std::vector<at::Tensor> gradients);
-  StageInput receive_onward(const Message& message);
-  std::vector<at::Tensor> receive_back(const Message& message);
+  // Returns what a stage stashes and pops. Tensors and gradients below are in these orders.
+  StageSkips skips_of(int64_t stage) const;
 
+  // Give outputs to the next stage and what the stage has stashed to those that pop it, and return
+  // the outputs of the stage before, then what is popped.
+  void send_onward(const EdgeMessage& message, PipelineValue outputs);
+  StageInput receive_onward(const EdgeMessage& message);
+  // Give gradients of what was received to the stages that sent it, and return those of what was
+  // stashed, then of the outputs. Where none is due an output has none, what was stashed an
+  // undefined one.
+  void send_back(const EdgeMessage& message, std::vector<at::Tensor> gradients);
+  std::vector<at::Tensor> receive_back(const EdgeMessage& message);
   // Declare that a stage uses what it received for a micro-batch no more.
-  void done_with_input(int64_t stage);
-  void done_with_gradients(int64_t stage);
+  void done_with_input(const Stage& stage);
+  void done_with_gradients(const EdgeMessage& message);
 
-  // Returns whether two stages lie on one rank; messages between others are counted as sent.
-  bool is_local(int64_t from, int64_t to) const;
+  // Get and set whether gradients of a pass go back, by edge and micro-batch.
+  std::vector<std::vector<bool>> due() const;
+  void set_due(const std::vector<std::vector<bool>>& due);
   // Drops what no stage has taken. After a failure, on all ranks.
   void abandon();
   void forget_before(int64_t step) { channels_->forget_before(step); }
 
  private:
-  static constexpr size_t kNone = static_cast<size_t>(-1);
+  // The edges of a stage; null for one that the first or the last does not have.
   struct Ends {
-    TensorSender* onward = nullptr;
-    TensorSender* back = nullptr;
-    TensorReceiver* from_before = nullptr;
-    TensorReceiver* from_next = nullptr;
+    StageEdge* before = nullptr;
+    StageEdge* next = nullptr;
+    std::vector<StageEdge*> popped = {};
+    std::vector<StageEdge*> stashed = {};
   };
-  Ends& ends(int64_t stage) { return ends_[static_cast<size_t>(stage)]; }
-  size_t place(int64_t stage, int64_t micro_batch) const {
-    return static_cast<size_t>(stage * micro_batches_ + micro_batch);
-  }
 
-  int64_t micro_batches_;
-  std::vector<int64_t> stage_rank_;
+  void add_skip(const PipelineSchedule& schedule, const PipelineSkip& skip);
+  void open_channels(const PipelineSchedule& schedule, Communicator& communicator);
+  Ends& ends(const Stage& stage) { return ends_[static_cast<size_t>(stage.index())]; }
+
+  // The outputs of each stage but the last, then skips, the edge to the latest stage first.
+  std::vector<StageEdge> edges_;
+  std::vector<PipelineSkip> inner_;
+  std::vector<Ends> ends_;  // of each stage
   std::unique_ptr<TensorChannels> channels_;
-  std::vector<Ends> ends_;  // one per stage
-  // Values that a stage of this rank gave to another one, by stage and micro-batch of the receiver.
-  std::vector<StageInput> inputs_;
-  std::vector<std::vector<at::Tensor>> gradients_;
 };
 
 }  // namespace trireme
