@@ -54,7 +54,7 @@ py::object to_cell(const PipelineAction& action) {
 
 py::list to_rows(const PipelineSchedule& schedule) {
   py::list rows;
-  for (const PipelineRow& row : schedule.rows) {
+  for (const RankActions& row : schedule.rows) {
     py::list cells;
     for (const PipelineAction& action : row) cells.append(to_cell(action));
     rows.append(cells);

@@ -8,7 +8,7 @@
 #include <trireme/strategies/pipeline/stage_loss.h>
 #include <trireme/strategies/pipeline/threads/call_turn.h>
 #include <trireme/strategies/pipeline/threads/pipeline_pass.h>
-#include <trireme/strategies/pipeline/threads/row_threads.h>
+#include <trireme/strategies/pipeline/threads/pipeline_threads.h>
 
 #include <ATen/ATen.h>
 #include <pybind11/stl.h>
@@ -193,9 +193,9 @@ std::shared_ptr<PipelineEngine> make_engine(
                                                       std::move(communicator), options));
 }
 
-// Adds to a row's exception where it was raised, by `note` if it is a Python exception.
-void keep_row_error(const py::function& note, const std::string& where,
-                    const std::exception_ptr& error) {
+// Adds to the exception of a thread where it was raised, by `note` if it is a Python exception.
+void keep_thread_error(const py::function& note, const std::string& where,
+                       const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (python_error& raised) {
@@ -215,17 +215,18 @@ void keep_row_error(const py::function& note, const std::string& where,
   }
 }
 
-std::shared_ptr<RowThreads> make_row_threads(const PipelineSchedule& schedule,
-                                             std::vector<PipelineStageRequest> stages,
-                                             std::shared_ptr<WorkerPool> pool, bool scale_grads,
-                                             std::vector<Skip> skips, py::function note) {
-  RowThreadsRequest request{
+std::shared_ptr<PipelineThreads> make_pipeline_threads(const PipelineSchedule& schedule,
+                                                       std::vector<PipelineStageRequest> stages,
+                                                       std::shared_ptr<WorkerPool> pool,
+                                                       bool scale_grads, std::vector<Skip> skips,
+                                                       py::function note) {
+  PipelineThreadsRequest request{
       schedule, std::move(stages), scale_grads, to_skips(std::move(skips)),
       [note = shared_function(std::move(note))](const auto& where, const auto& error) {
-        keep_row_error(*note, where, error);
+        keep_thread_error(*note, where, error);
       }};
   const py::gil_scoped_release no_gil;
-  return without_gil(std::make_unique<RowThreads>(std::move(request), std::move(pool)));
+  return without_gil(std::make_unique<PipelineThreads>(std::move(request), std::move(pool)));
 }
 
 std::vector<PipelineValue> to_inputs(std::vector<Tensors> tensors) {
@@ -358,13 +359,15 @@ void init_pipeline_engine(py::module_& module) {
                                        std::move(strategies));
                }),
            py::arg("stage"), py::arg("parameters"), py::arg("strategies"));
-  py::class_<RowThreads, PipelineRunner, std::shared_ptr<RowThreads>>(module, "RowThreads")
-      .def(py::init(wrap_pybind_function(make_row_threads)), py::arg("schedule"), py::arg("stages"),
-           py::arg("pool"), py::arg("scale_grads"), py::arg("skips"), py::arg("note"))
+  py::class_<PipelineThreads, PipelineRunner, std::shared_ptr<PipelineThreads>>(module,
+                                                                                "PipelineThreads")
+      .def(py::init(wrap_pybind_function(make_pipeline_threads)), py::arg("schedule"),
+           py::arg("stages"), py::arg("pool"), py::arg("scale_grads"), py::arg("skips"),
+           py::arg("note"))
       .def("for_pass",
            wrap_pybind_function_no_gil(
-               [](RowThreads& rows, int64_t micro_batches, const std::string& checkpoint) {
-                 return rows.for_pass(micro_batches, recomputation(checkpoint));
+               [](PipelineThreads& threads, int64_t micro_batches, const std::string& checkpoint) {
+                 return threads.for_pass(micro_batches, recomputation(checkpoint));
                }),
            py::arg("micro_batches"), py::arg("checkpoint"));
   py::class_<BatchVersions, std::shared_ptr<BatchVersions>>(module, "BatchVersions")
@@ -386,13 +389,13 @@ void init_pipeline_engine(py::module_& module) {
           },
           py::arg("runner").none(true));
   py::class_<PipelinePass, std::shared_ptr<PipelinePass>>(module, "PipelinePass")
-      .def(py::init<std::shared_ptr<RowThreads>, std::shared_ptr<BatchVersions>>(), py::arg("rows"),
-           py::arg("versions"))
+      .def(py::init<std::shared_ptr<PipelineThreads>, std::shared_ptr<BatchVersions>>(),
+           py::arg("threads"), py::arg("versions"))
       .def("enter", wrap_pybind_function(&PipelinePass::enter), py::arg("input"),
            py::arg("micro_batch"))
       .def("forward", wrap_pybind_function(run_pass), py::arg("inputs"), py::arg("around_backward"),
            py::arg("turn"), py::arg("runner"));
-  module.def("row_pool", wrap_pybind_function(&row_pool), py::arg("devices"));
+  module.def("pipeline_pool", wrap_pybind_function(&pipeline_pool), py::arg("devices"));
   module.def("lone_communicator", [] { return ThreadGroup(1).communicator(0); });
   module.def("find_tied", wrap_pybind_function([](std::vector<std::pair<int64_t, Named>> stages) {
                std::vector<StageTensors> all;

@@ -35,7 +35,7 @@ from trireme._c_pipeline import PipelinePass as PipelinePass
 from trireme._c_pipeline import PipelineRunner as PipelineRunner
 from trireme._c_pipeline import PipelineSchedule as PipelineSchedule
 from trireme._c_pipeline import PipelineStageRequest as PipelineStageRequest
-from trireme._c_pipeline import RowThreads as RowThreads
+from trireme._c_pipeline import PipelineThreads as PipelineThreads
 from trireme._c_pipeline import TensorChannels as TensorChannels
 from trireme._c_pipeline import differing_texts as differing_texts
 from trireme._c_pipeline import find_tied as find_tied
@@ -45,8 +45,8 @@ from trireme._c_pipeline import lone_communicator as lone_communicator
 from trireme._c_pipeline import make_pipeline_schedule as make_pipeline_schedule
 from trireme._c_pipeline import partition as partition
 from trireme._c_pipeline import pipeline_loss as pipeline_loss
+from trireme._c_pipeline import pipeline_pool as pipeline_pool
 from trireme._c_pipeline import read_pipeline_schedule as read_pipeline_schedule
-from trireme._c_pipeline import row_pool as row_pool
 from trireme._c_sharded import Fsdp as Fsdp
 from trireme._c_sharded import FsdpRanks as FsdpRanks
 from trireme._c_sharded import FusedAdamGroup as FusedAdamGroup

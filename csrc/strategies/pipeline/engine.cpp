@@ -4,8 +4,8 @@
 #include <trireme/common/error.h>
 #include <trireme/common/exception_text.h>
 #include <trireme/common/interruption.h>
+#include <trireme/strategies/pipeline/pipeline_agreement.h>
 #include <trireme/strategies/pipeline/refuse.h>
-#include <trireme/strategies/pipeline/row_agreement.h>
 #include <trireme/strategies/pipeline/schedule_recomputation.h>
 #include <trireme/strategies/pipeline/scoped_timer.h>
 
@@ -37,17 +37,17 @@ PipelineEngine::PipelineEngine(PipelineSchedule schedule, std::vector<PipelineSt
       communicator_(std::move(communicator)),
       where_(communicator_->rank_of()),
       options_(options) {
-  agree_on_row(schedule_, stages, options_, *communicator_);
+  agree_on_pipeline(schedule_, stages, options_, *communicator_);
   edges_ = std::make_unique<StageEdges>(schedule_, options_.skips, *communicator_);
-  gradients_ = std::make_unique<RowGradients>(schedule_, stages, *communicator_, options_);
+  gradients_ = std::make_unique<RankGradients>(schedule_, stages, *communicator_, options_);
   for (PipelineStageRequest& request : stages) {
     StageSkips skips = edges_->skips_of(request.stage);
     sends_gradients_ = sends_gradients_ || request.sends_gradients;
     stages_.push_back(std::make_unique<Stage>(std::move(request), schedule_, std::move(skips)));
   }
-  const PipelineRow& row = schedule_.rows[static_cast<size_t>(where_.rank)];
-  const auto recomputed = recomputed_in(row);
-  for (const PipelineAction& action : row) {
+  const RankActions& own = schedule_.rows[static_cast<size_t>(where_.rank)];
+  const auto recomputed = recomputed_in(own);
+  for (const PipelineAction& action : own) {
     for_each_part(action, [&](const PipelineAction& part) {
       add(part, recomputed.count({part.stage, part.micro_batch}) > 0);
     });
@@ -104,7 +104,7 @@ PipelineEngine::Evaluation PipelineEngine::eval_step(std::vector<PipelineValue> 
 PipelineRunner::Evaluation PipelineEngine::run(std::vector<PipelineValue> inputs,
                                                const Mode& mode) {
   recover();
-  Evaluation found = run_or_give_up(std::move(inputs), mode);  // all have finished
+  Evaluation found = run_or_abort(std::move(inputs), mode);  // all have finished
   TORCH_CHECK(!lacks_graph_,
               error_text("pipeline",
                          "element 0 of tensors does not require grad and does not have a grad_fn: "
@@ -113,15 +113,15 @@ PipelineRunner::Evaluation PipelineEngine::run(std::vector<PipelineValue> inputs
   return found;
 }
 
-PipelineRunner::Evaluation PipelineEngine::run_or_give_up(std::vector<PipelineValue> inputs,
-                                                          const Mode& mode) {
+PipelineRunner::Evaluation PipelineEngine::run_or_abort(std::vector<PipelineValue> inputs,
+                                                        const Mode& mode) {
   try {
-    return run_row(std::move(inputs), mode);
+    return run_batch(std::move(inputs), mode);
   } catch (const Interruption& interruption) {
-    give_up(interruption.reason);
+    abort_step(interruption.reason);
     throw;
   } catch (...) {
-    const std::string text = give_up(text_of(std::current_exception()));
+    const std::string text = abort_step(text_of(std::current_exception()));
     if (!is_in_stage_ || options_.on_threads) throw;
     TORCH_CHECK(false, text);
   }
@@ -159,8 +159,8 @@ std::vector<size_t> PipelineEngine::mark_last_actions() {
   return order;
 }
 
-PipelineRunner::Evaluation PipelineEngine::run_row(std::vector<PipelineValue> inputs,
-                                                   const Mode& mode) {
+PipelineRunner::Evaluation PipelineEngine::run_batch(std::vector<PipelineValue> inputs,
+                                                     const Mode& mode) {
   const auto started = ScopedTimer::Clock::now();
   begin(std::move(inputs), mode);
   // Strategies average during backwards, and gradients that are sent away are out of reach
@@ -173,7 +173,7 @@ PipelineRunner::Evaluation PipelineEngine::run_row(std::vector<PipelineValue> in
   const bool adds_up = mode.trains && !mode.is_pass;
   if (adds_up) gradients_->begin_step({step_, mode.synchronizes, !divides_losses_});
   run_actions();
-  if (adds_up) gradients_->finish_row();
+  if (adds_up) gradients_->finish_sums();
   if (!mode.is_pass) result_.loss = finish();
   if (adds_up) gradients_->end_step();
   communicator_->show_step(step_, /*is_done=*/true);
@@ -199,7 +199,7 @@ void PipelineEngine::begin(std::vector<PipelineValue> inputs, const Mode& mode) 
 
 void PipelineEngine::run_actions() {
   const at::AutoGradMode grad_mode(mode_.trains);
-  for (const RowAction& action : actions_) {
+  for (const ComputeAction& action : actions_) {
     const bool is_wanted = action.kind == ActionKind::kForward ? mode_.forwards : mode_.backwards;
     if (!is_wanted) continue;
     current_ = &action;
@@ -220,13 +220,13 @@ PassOutputs PipelineEngine::forward_pass(std::vector<PipelineValue> inputs,
                       .outputs;
   found.losses = std::exchange(pass_losses_, {});
   if (!options.records) return found;
-  found.kept = std::make_shared<KeptRow>();
+  found.kept = std::make_shared<KeptGraphs>();
   for (const auto& stage : stages_) found.kept->live.push_back(stage->take_live());
   found.kept->due = edges_->due();
   return found;
 }
 
-void PipelineEngine::backward_pass(KeptRow& kept, const PassBackward& backward) {
+void PipelineEngine::backward_pass(KeptGraphs& kept, const PassBackward& backward) {
   for (size_t i = 0; i < stages_.size(); ++i) stages_[i]->put_live(std::move(kept.live[i]));
   edges_->set_due(kept.due);
   pass_ = &backward;
@@ -302,7 +302,7 @@ ScheduleCosts PipelineEngine::measured_costs() const {
   return {{sum}};
 }
 
-std::string PipelineEngine::give_up(const std::string& why) noexcept {
+std::string PipelineEngine::abort_step(const std::string& why) noexcept {
   std::string text = why;
   try {
     std::string who = "a rank gave up at the end of step ";

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <trireme/strategies/pipeline/gradients/row_gradients.h>
+#include <trireme/strategies/pipeline/gradients/rank_gradients.h>
 #include <trireme/strategies/pipeline/runner.h>
 #include <trireme/strategies/pipeline/schedule_costs.h>
 #include <trireme/strategies/pipeline/stage.h>
@@ -18,15 +18,15 @@
 
 namespace trireme {
 
-// A row's state of a pass, between its forwards and its backwards.
-struct KeptRow {
-  std::vector<std::vector<Stage::Live>> live = {};  // per stage of the row
+// What a rank keeps of a pass between its forwards and its backwards.
+struct KeptGraphs {
+  std::vector<std::vector<Stage::Live>> live = {};  // per stage of the rank
   std::vector<std::vector<bool>> due = {};          // see StageEdges
 };
 
-// [Note: how a row runs]
+// [Note: how a rank runs its actions]
 //
-// The thread that calls step() runs the actions of its row one after the other. Messages follow
+// The thread that calls step() runs the actions of its rank one after the other. Messages follow
 // from what computes: a forward waits for its input and sends its outputs as soon as it has them, a
 // backward does so with gradients. A table's own sends and receives change nothing of this:
 // check_schedule() has seen that their order never ends in a circle, and sending earlier closes
@@ -39,7 +39,7 @@ struct KeptRow {
 // At the end of a step one small collective takes the loss to all ranks. It tells them, too, that
 // all have finished: so an exception of one rank comes out of step() on all.
 
-// Runs one row of a schedule: that of this rank.
+// Runs the actions of one rank of a schedule.
 //
 // Cost of a step: per micro-batch and pair of stages on different ranks one message onward and,
 // where gradients are due, one back, and as many for each pair of stages with skips; one all-reduce
@@ -72,10 +72,10 @@ class TRIREME_API PipelineEngine final : public PipelineRunner {
   const std::string& raised_in() const override { return raised_in_; }
   PipelineReport last_step() const override;
 
-  // Run the forwards of a pass, and its backwards. Collective; for rows on threads only. Gradients
+  // Run the forwards of a pass, and its backwards. Collective; for threads only. Gradients
   // come to .grad of the leaves that PipelineStageRequest::leaves names.
   PassOutputs forward_pass(std::vector<PipelineValue> inputs, const PassOptions& options);
-  void backward_pass(KeptRow& kept, const PassBackward& backward);
+  void backward_pass(KeptGraphs& kept, const PassBackward& backward);
 
   // Replaces the parameters of a stage, and the strategies around its layers, from the next step
   // on. Throws ValueError where a tied parameter is missing.
@@ -100,7 +100,7 @@ class TRIREME_API PipelineEngine final : public PipelineRunner {
   Evaluation run(std::vector<PipelineValue> inputs, const Mode& mode);
 
   // An action of this rank that computes.
-  struct RowAction {
+  struct ComputeAction {
     ActionKind kind;
     Stage* stage;
     size_t place;  // index of the stage among those of this rank
@@ -121,28 +121,28 @@ class TRIREME_API PipelineEngine final : public PipelineRunner {
   std::vector<size_t> mark_last_actions();
 
   // Tells the other ranks what it throws.
-  Evaluation run_or_give_up(std::vector<PipelineValue> inputs, const Mode& mode);
-  Evaluation run_row(std::vector<PipelineValue> inputs, const Mode& mode);
+  Evaluation run_or_abort(std::vector<PipelineValue> inputs, const Mode& mode);
+  Evaluation run_batch(std::vector<PipelineValue> inputs, const Mode& mode);
   void begin(std::vector<PipelineValue> inputs, const Mode& mode);
   void run_actions();
 
-  void run_action(const RowAction& action);
+  void run_action(const ComputeAction& action);
 
-  void forward(const RowAction& action);
+  void forward(const ComputeAction& action);
 
-  void recompute(const RowAction& action);
+  void recompute(const ComputeAction& action);
 
-  void backward(const RowAction& action);
+  void backward(const ComputeAction& action);
 
-  void backward_weight(const RowAction& action);
+  void backward_weight(const ComputeAction& action);
 
   PipelineValue take_input(int64_t micro_batch);
 
   // Looks in the graph of a micro-batch for leaves that are no parameters of a stage.
-  void look_for_unlisted(const RowAction& action);
+  void look_for_unlisted(const ComputeAction& action);
 
   void keep_loss(int64_t micro_batch, const at::Tensor& loss);
-  void keep_part_of_loss(const RowAction& action, StageLoss part);
+  void keep_part_of_loss(const ComputeAction& action, StageLoss part);
 
   // Returns the loss on all ranks, once all have finished, with the parts that layers of any stage
   // added. Losses are added up one after the other: mean() would add them in another order, and so
@@ -156,22 +156,22 @@ class TRIREME_API PipelineEngine final : public PipelineRunner {
   ScheduleCosts measured_costs() const;
 
   // Tells the other ranks why this rank leaves the step, and drops its state of the step.
-  std::string give_up(const std::string& why) noexcept;
+  std::string abort_step(const std::string& why) noexcept;
 
   PipelineSchedule schedule_;
   std::shared_ptr<Communicator> communicator_;
   RankOf where_;
   PipelineEngineOptions options_;
   std::unique_ptr<StageEdges> edges_;
-  std::unique_ptr<RowGradients> gradients_;
+  std::unique_ptr<RankGradients> gradients_;
   std::vector<std::unique_ptr<Stage>> stages_;
   bool sends_gradients_ = false;
-  std::vector<RowAction> actions_;
+  std::vector<ComputeAction> actions_;
   PipelineReport report_;
 
   // These belong to the step that runs.
   int64_t step_ = 0;
-  const RowAction* current_ = nullptr;
+  const ComputeAction* current_ = nullptr;
   bool is_in_stage_ = false;
   std::string raised_in_;
   Mode mode_;

@@ -11,7 +11,7 @@
 
 namespace trireme {
 
-void PipelineEngine::run_action(const RowAction& action) {
+void PipelineEngine::run_action(const ComputeAction& action) {
   at::RecordFunction range(at::RecordScope::FUNCTION);
   if (range.isActive()) range.before(action.trace);
   if (action.kind == ActionKind::kForward) {
@@ -32,7 +32,7 @@ void PipelineEngine::run_action(const RowAction& action) {
   if (completes) gradients_->after_last_backward(action.place);
 }
 
-void PipelineEngine::forward(const RowAction& action) {
+void PipelineEngine::forward(const ComputeAction& action) {
   Stage& stage = *action.stage;
   const EdgeMessage message{step_, stage, action.micro_batch, action.label};
   StageInput input = edges_->receive_onward(message);
@@ -57,14 +57,14 @@ void PipelineEngine::forward(const RowAction& action) {
   }
 }
 
-void PipelineEngine::recompute(const RowAction& action) {
+void PipelineEngine::recompute(const ComputeAction& action) {
   const ScopedTimer computes(action.stage->report().recompute_ms);
   is_in_stage_ = true;
   action.stage->recompute(action.micro_batch);
   is_in_stage_ = false;
 }
 
-void PipelineEngine::backward(const RowAction& action) {
+void PipelineEngine::backward(const ComputeAction& action) {
   Stage& stage = *action.stage;
   const EdgeMessage message{step_, stage, action.micro_batch, action.label};
   StageReport& report = stage.report();
@@ -91,7 +91,7 @@ void PipelineEngine::backward(const RowAction& action) {
   edges_->send_back(message, std::move(gradients));
 }
 
-void PipelineEngine::backward_weight(const RowAction& action) {
+void PipelineEngine::backward_weight(const ComputeAction& action) {
   Stage& stage = *action.stage;
   {
     const ScopedTimer computes(stage.report().weight_ms);
@@ -112,7 +112,7 @@ PipelineValue PipelineEngine::take_input(int64_t micro_batch) {
   return std::move(inputs_[static_cast<size_t>(micro_batch)]);
 }
 
-void PipelineEngine::look_for_unlisted(const RowAction& action) {
+void PipelineEngine::look_for_unlisted(const ComputeAction& action) {
   const bool divides = !divides_losses_ && options_.scale_grads && schedule_.micro_batches > 1;
   if (!divides && mode_.loss_scale == 1) return;
   const auto graph = action.stage->graph_of(action.micro_batch);
@@ -132,7 +132,7 @@ void PipelineEngine::keep_loss(int64_t micro_batch, const at::Tensor& loss) {
   losses_[static_cast<size_t>(micro_batch)] = loss.detach();
 }
 
-void PipelineEngine::keep_part_of_loss(const RowAction& action, StageLoss part) {
+void PipelineEngine::keep_part_of_loss(const ComputeAction& action, StageLoss part) {
   if (mode_.is_pass) {
     pass_losses_.push_back({action.stage->index(), action.micro_batch, std::move(part)});
   } else if (mode_.has_loss) {

@@ -16,8 +16,8 @@ std::vector<c10::Device> devices_of_stages(const PipelineOptions& options,
                                            const PipelineSchedule& schedule) {
   std::vector<c10::Device> devices;
   if (options.devices.empty()) return devices;
-  for (const int64_t row : schedule.stage_rank)
-    devices.push_back(options.devices[static_cast<size_t>(row)]);
+  for (const int64_t rank : schedule.stage_rank)
+    devices.push_back(options.devices[static_cast<size_t>(rank)]);
   return devices;
 }
 
@@ -85,7 +85,7 @@ PipelineImpl::PipelineImpl(const torch::nn::Module& net, const std::vector<Pipel
       checkpoint_(recomputation(options.checkpoint)),
       all_(options.ranks ? std::move(communicator) : ranks().communicator) {
   const auto count = static_cast<int64_t>(layers.size());
-  PipelineSchedule schedule = schedule_of(options, rows_of(options, ranks(), count));
+  PipelineSchedule schedule = schedule_of(options, schedule_ranks(options, ranks(), count));
   const std::vector<int64_t> bounds = stage_bounds(options, count, schedule.stages);
   devices_ = devices_of_stages(options, schedule);
   const std::vector<StageTensors> tensors = tensors_of(layers, bounds, schedule);

@@ -44,10 +44,10 @@ class TRIREME_API PipelineImpl : public PipelineModule, public HoldsStages {
   }
 
   // Runs the net of a pipeline in one process, in the caller's graph: forwards of micro-batches
-  // now, their backwards within the caller's, all on the threads of the rows. Returns the outputs,
-  // put together; the loss is computed outside. A batch with fewer rows than `chunks` has fewer
-  // micro-batches. Hooks of parameters see the whole gradient once. Throws what a layer threw, and
-  // TypeError for a pipeline on ranks.
+  // now, their backwards within the caller's, all on the threads of the pipeline. Returns the
+  // outputs, put together; the loss is computed outside. A batch with fewer rows than `chunks` has
+  // fewer micro-batches. Hooks of parameters see the whole gradient once. Throws what a layer
+  // threw, and TypeError for a pipeline on ranks.
   at::Tensor forward(const at::Tensor& input) {
     return run_pass(for_first_stage(input), checkpoint_);
   }

@@ -8,7 +8,7 @@
 #include <trireme/strategies/pipeline/engine.h>
 #include <trireme/strategies/pipeline/micro_batch_scope.h>
 #include <trireme/strategies/pipeline/threads/pipeline_pass.h>
-#include <trireme/strategies/pipeline/threads/row_threads.h>
+#include <trireme/strategies/pipeline/threads/pipeline_threads.h>
 
 #include <ATen/ATen.h>
 
@@ -28,12 +28,12 @@ std::unique_ptr<PipelineRunner> make_runner(const PipelineOptions& options,
     return std::make_unique<PipelineEngine>(std::move(schedule), std::move(stages),
                                             ranks.communicator, engine_options);
   }
-  auto pool =
-      row_pool(options.devices.empty() ? devices_of_rows(schedule, stages) : options.devices);
+  auto pool = pipeline_pool(options.devices.empty() ? devices_of_threads(schedule, stages)
+                                                    : options.devices);
   pool->start();
-  return std::make_unique<RowThreads>(
-      RowThreadsRequest{std::move(schedule), std::move(stages), engine_options.scale_grads,
-                        std::move(engine_options.skips)},
+  return std::make_unique<PipelineThreads>(
+      PipelineThreadsRequest{std::move(schedule), std::move(stages), engine_options.scale_grads,
+                             std::move(engine_options.skips)},
       std::move(pool));
 }
 
@@ -73,7 +73,7 @@ PipelineModule::PipelineModule(std::shared_ptr<Communicator> communicator,
     : dim_(options.dim),
       chunks_(options.chunks),
       defers_batch_norms_(options.deferred_batch_norm),
-      ranks_(ranks_of_copy(std::move(communicator), options)),
+      ranks_(ranks_of_replica(std::move(communicator), options)),
       turn_(options.ranks ? ranks_.communicator : nullptr) {}
 
 void PipelineModule::add_layer(PipelineStageRequest& stage, const std::string& name,
@@ -156,7 +156,7 @@ PipelineModule::Tensors PipelineModule::outputs_of_batch(const Tensors& inputs) 
 }
 
 at::Tensor PipelineModule::run_pass(const at::Tensor& input, Recomputation checkpoint) {
-  auto* threads = dynamic_cast<RowThreads*>(runner_.get());
+  auto* threads = dynamic_cast<PipelineThreads*>(runner_.get());
   TORCH_CHECK_TYPE(threads != nullptr, error_text("pipeline", "got a call of a pipeline on ranks",
                                                   {}, "Call step(), or eval_step() for outputs."));
   const CallTurn::Guard guard(turn_, *threads);

@@ -39,7 +39,7 @@ PipelineSchedule schedule_of(const PipelineOptions& options, int64_t ranks) {
   return with_recomputation(plain_schedule_of(options, ranks), recomputation(options.checkpoint));
 }
 
-PipelineRanks ranks_of_copy(std::shared_ptr<Communicator> all, const PipelineOptions& options) {
+PipelineRanks ranks_of_replica(std::shared_ptr<Communicator> all, const PipelineOptions& options) {
   const int64_t replicas = options.replicas;
   if (!options.ranks) {
     if (replicas != 1)
@@ -67,7 +67,7 @@ PipelineRanks ranks_of_copy(std::shared_ptr<Communicator> all, const PipelineOpt
   return found;
 }
 
-int64_t rows_of(const PipelineOptions& options, const PipelineRanks& ranks, int64_t layers) {
+int64_t schedule_ranks(const PipelineOptions& options, const PipelineRanks& ranks, int64_t layers) {
   if (options.ranks) return ranks.communicator->world();
   if (options.threads < 0)
     refuse_pipeline(c10::str("got threads=", options.threads), "Pass 1 or more, or 0.");

@@ -17,13 +17,13 @@
 namespace trireme {
 
 struct PipelineOptions {
-  // Whether stages lie on ranks. If not, all are in this process, which needs no Context: rows of
-  // the schedule run on `threads` threads (threads/row_threads.h); 0: as many as `devices`, as
+  // Whether stages lie on ranks. If not, all are in this process, which needs no Context: ranks
+  // of the schedule are `threads` threads (threads/pipeline_threads.h); 0: as many as `devices`, as
   // `balance` has stages, or, without these, as ATen has threads, and at most one per layer.
   bool ranks = true;
   int64_t threads = 0;
   // The device of each of these threads, to which the layers of its stages are moved. If empty,
-  // each thread has that of its first parameter (devices_of_rows()). The batch is moved to the
+  // each thread has that of its first parameter (devices_of_threads()). The batch is moved to the
   // first one, targets to that of the last stage.
   std::vector<c10::Device> devices = {};
   int64_t chunks = 1;                 // micro-batches of a step
@@ -51,16 +51,16 @@ TRIREME_API PipelineSchedule schedule_of(const PipelineOptions& options, int64_t
 struct PipelineRanks {
   std::shared_ptr<Communicator> communicator;  // the ranks of its pipeline
   std::shared_ptr<Communicator> replicas =
-      nullptr;  // the ranks with the same stages; null for one copy
+      nullptr;  // the ranks with the same stages; null for one replica
 };
 // Cuts ranks into as many pipelines as there are replicas. Without ranks there is one, whose
 // communicator has no other rank. Collective. Throws ValueError where ranks are left over.
-TRIREME_API PipelineRanks ranks_of_copy(std::shared_ptr<Communicator> all,
-                                        const PipelineOptions& options);
-// Returns how many rows the schedule of that many layers has. Throws ValueError for options that do
-// not fit together.
-TRIREME_API int64_t rows_of(const PipelineOptions& options, const PipelineRanks& ranks,
-                            int64_t layers);
+TRIREME_API PipelineRanks ranks_of_replica(std::shared_ptr<Communicator> all,
+                                           const PipelineOptions& options);
+// Returns how many ranks the schedule of that many layers has. Throws ValueError for options that
+// do not fit together.
+TRIREME_API int64_t schedule_ranks(const PipelineOptions& options, const PipelineRanks& ranks,
+                                   int64_t layers);
 
 // Returns the same skips with stages in place of layers, in the order of pops. Throws ValueError
 // for a layer that does not exist, and one that pops before the other stashes.

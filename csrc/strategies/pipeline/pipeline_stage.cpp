@@ -21,14 +21,14 @@ PipelineSchedule schedule_for(const std::vector<PipelineStage>& stages, Pipeline
                     "Leave it out.");
   }
   const auto count = static_cast<int64_t>(stages.size());
-  const int64_t rows = options.ranks || options.threads > 0
-                           ? rows_of(options, ranks, count)
-                           : count / options.stages_per_rank.value_or(1);
-  const int64_t per_row = options.ranks ? count : count / std::max<int64_t>(rows, 1);
+  const int64_t all_ranks = options.ranks || options.threads > 0
+                                ? schedule_ranks(options, ranks, count)
+                                : count / options.stages_per_rank.value_or(1);
+  const int64_t per_rank = options.ranks ? count : count / std::max<int64_t>(all_ranks, 1);
   if (!options.stages_per_rank && options.schedule.find_first_of(",\n") == std::string::npos &&
-      per_row > 1)
-    options.stages_per_rank = per_row;
-  PipelineSchedule schedule = schedule_of(options, rows);
+      per_rank > 1)
+    options.stages_per_rank = per_rank;
+  PipelineSchedule schedule = schedule_of(options, all_ranks);
   std::vector<int64_t> given;
   for (const PipelineStage& stage : stages) {
     given.push_back(stage.options().stage);
@@ -39,9 +39,9 @@ PipelineSchedule schedule_for(const std::vector<PipelineStage>& stages, Pipeline
                     "Correct PipelineStageOptions::stages, or take another schedule.");
   }
   std::vector<int64_t> expected;
-  for (int64_t row = 0; row < schedule.ranks; ++row) {
-    if (options.ranks && row != ranks.communicator->rank()) continue;
-    for (const int64_t stage : stages_of(schedule, row)) expected.push_back(stage);
+  for (int64_t rank = 0; rank < schedule.ranks; ++rank) {
+    if (options.ranks && rank != ranks.communicator->rank()) continue;
+    for (const int64_t stage : stages_of(schedule, rank)) expected.push_back(stage);
   }
   std::sort(expected.begin(), expected.end());
   if (given != expected) {

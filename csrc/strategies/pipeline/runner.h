@@ -50,13 +50,13 @@ struct PipelineEngineOptions {
   std::vector<TiedParameter> tied = {};
   // The ranks that hold the same stages in all replicas of the pipeline; null for one replica.
   std::shared_ptr<Communicator> replicas = nullptr;
-  // Whether rows are threads of one process: exceptions of stages then come out as they were
-  // thrown, and the row leaves strategies alone.
+  // Whether ranks are threads of one process: exceptions of stages then come out as they were
+  // thrown, and the engine leaves strategies alone.
   bool on_threads = false;
   // Whether gradients of leaves that are no parameters of a stage are means, too; torch's schedules
   // leave them sums.
   bool scale_unlisted = true;
-  // The gradients of such leaves, shared by all rows on threads; null if the row has its own.
+  // The gradients of such leaves, shared by all threads; null for ranks, which have their own.
   std::shared_ptr<UnlistedGradients> unlisted = nullptr;
 };
 
@@ -89,11 +89,11 @@ struct PipelineReport {
 // [Note: passes]
 //
 // A pass is a forward whose loss the caller computes: the caller's graph begins at the outputs. A
-// row runs its forwards, and what its stages keep (KeptRow) lives on outside of it, so that other
-// passes and steps may come before the backward, which runs the other actions. Parts of the loss
-// that layers add go to the caller, and their gradients come from there.
+// rank runs its forwards, and what its stages keep (KeptGraphs) lives on outside of it, so that
+// other passes and steps may come before the backward, which runs the other actions. Parts of the
+// loss that layers add go to the caller, and their gradients come from there.
 
-struct KeptRow;  // engine.h
+struct KeptGraphs;  // engine.h
 
 struct PassOptions {
   bool records = false;       // gradients
@@ -108,9 +108,9 @@ struct PassLoss {
 };
 
 struct PassOutputs {
-  std::vector<PipelineValue> outputs = {};  // one per micro-batch, of the last stage's row
-  std::vector<PassLoss> losses = {};        // parts that layers of the row added, in its order
-  std::shared_ptr<KeptRow> kept = nullptr;  // if gradients are recorded
+  std::vector<PipelineValue> outputs = {};     // one per micro-batch, of the rank of the last stage
+  std::vector<PassLoss> losses = {};           // parts that layers added, in their order
+  std::shared_ptr<KeptGraphs> kept = nullptr;  // if gradients are recorded
 };
 
 struct PassBackward {
@@ -122,7 +122,7 @@ struct PassBackward {
 };
 
 // Trains a module that was cut into stages: over ranks (PipelineEngine) or on threads of one
-// process (threads/row_threads.h). One thread at a time calls it, without the GIL.
+// process (threads/pipeline_threads.h). One thread at a time calls it, without the GIL.
 class TRIREME_API PipelineRunner {
  public:
   virtual ~PipelineRunner() = default;

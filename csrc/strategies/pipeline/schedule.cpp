@@ -17,7 +17,7 @@ std::vector<int64_t> stages_of(const PipelineSchedule& schedule, int64_t rank) {
 }
 
 bool has_messages(const PipelineSchedule& schedule) {
-  return std::any_of(schedule.rows.begin(), schedule.rows.end(), [](const PipelineRow& row) {
+  return std::any_of(schedule.rows.begin(), schedule.rows.end(), [](const RankActions& row) {
     return std::any_of(row.begin(), row.end(),
                        [](const PipelineAction& action) { return is_message(action.kind); });
   });

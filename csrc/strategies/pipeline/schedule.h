@@ -8,7 +8,8 @@
 
 namespace trireme {
 
-using PipelineRow = std::vector<PipelineAction>;
+// The actions of one rank, in their order: a row of the table.
+using RankActions = std::vector<PipelineAction>;
 
 // The actions of every rank, in their order: one row per rank. It is a plain value, which must be
 // equal on all ranks, since messages follow from it.
@@ -20,7 +21,7 @@ struct PipelineSchedule {
   int64_t stages = 0;
   int64_t micro_batches = 0;
   std::vector<int64_t> stage_rank = {};  // one per stage
-  std::vector<PipelineRow> rows = {};    // one per rank
+  std::vector<RankActions> rows = {};    // one per rank
 
   TRIREME_API bool operator==(const PipelineSchedule& other) const;
 };

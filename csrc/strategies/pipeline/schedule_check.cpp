@@ -11,7 +11,7 @@ namespace trireme {
 namespace {
 
 // Checks one stage and micro-batch after the other: which actions there are, and in which order.
-// All actions of a stage are in one row, so their places in the list tell which comes first.
+// All actions of a stage are on one rank, so their places in the list tell which comes first.
 class PassageCheck {
  public:
   explicit PassageCheck(const FlatSchedule& flat)
@@ -130,7 +130,7 @@ void check_edges(const FlatSchedule& flat) {
   }
 }
 
-// Follows, row after row, which stages have their parameters and whose gradients are reduced.
+// Follows, rank after rank, which stages have their parameters and whose gradients are reduced.
 class StageStates {
  public:
   explicit StageStates(const FlatSchedule& flat)
@@ -203,7 +203,7 @@ class StageStates {
 
 void check_ranks(const FlatSchedule& flat) {
   for (int32_t rank = 0; rank < flat.ranks(); ++rank) {
-    if (flat.row_begin(rank) < flat.row_end(rank)) continue;
+    if (flat.rank_begin(rank) < flat.rank_end(rank)) continue;
     refuse_pipeline("got no action for rank " + std::to_string(rank) + ": " +
                         std::to_string(flat.stages()) + " stages for " +
                         std::to_string(flat.ranks()) + " ranks",

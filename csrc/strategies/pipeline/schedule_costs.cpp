@@ -43,11 +43,11 @@ double bubble(const PipelineSchedule& schedule, const ScheduleCosts& costs) {
   return last > 0 ? 1 - busy / (last * static_cast<double>(schedule.ranks)) : 0;
 }
 
-int64_t most_live(const PipelineRow& row) {
-  const auto recomputed = recomputed_in(row);
+int64_t most_live(const RankActions& actions) {
+  const auto recomputed = recomputed_in(actions);
   int64_t live = 0;
   int64_t most = 0;
-  for (const PipelineAction& action : row) {
+  for (const PipelineAction& action : actions) {
     for_each_part(action, [&](const PipelineAction& part) {
       const bool keeps = part.kind == ActionKind::kForward &&
                          recomputed.count({part.stage, part.micro_batch}) == 0;

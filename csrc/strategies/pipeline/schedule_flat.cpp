@@ -11,7 +11,7 @@ constexpr int64_t kMostActions = int64_t{1} << 28;
 
 int64_t count_actions(const PipelineSchedule& schedule) {
   int64_t count = 0;
-  for (const PipelineRow& row : schedule.rows)
+  for (const RankActions& row : schedule.rows)
     for (const PipelineAction& action : row)
       for_each_part(action, [&](const PipelineAction& part) {
         if (part.kind != ActionKind::kBubble) ++count;
@@ -51,13 +51,13 @@ FlatSchedule::FlatSchedule(const PipelineSchedule& schedule) {
   has_messages_ = trireme::has_messages(schedule);
   stage_rank_ = schedule.stage_rank;
   sends_.resize(2 * static_cast<size_t>(stages_));
-  for (const PipelineRow& row : schedule.rows) add_row(row);
-  row_begin_.push_back(static_cast<int32_t>(actions_.size()));
+  for (const RankActions& row : schedule.rows) add_rank(row);
+  rank_begin_.push_back(static_cast<int32_t>(actions_.size()));
 }
 
-void FlatSchedule::add_row(const PipelineRow& row) {
-  const auto rank = static_cast<int32_t>(row_begin_.size());
-  row_begin_.push_back(static_cast<int32_t>(actions_.size()));
+void FlatSchedule::add_rank(const RankActions& row) {
+  const auto rank = static_cast<int32_t>(rank_begin_.size());
+  rank_begin_.push_back(static_cast<int32_t>(actions_.size()));
   for (size_t column = 0; column < row.size(); ++column) {
     if (row[column].kind == ActionKind::kBubble) continue;
     const size_t first = actions_.size();

@@ -15,7 +15,7 @@ struct FlatAction {
   int32_t stage = -1;
   int32_t micro_batch = -1;
   int32_t rank = 0;
-  int32_t column = 0;    // in its row, from 0 on
+  int32_t column = 0;    // in the row of its rank, from 0 on
   int32_t together = 1;  // size of the group, from this one on, that begins when all of it can
   int32_t message = -1;  // sends: the number of earlier ones on this edge
 };
@@ -31,7 +31,7 @@ class FlatSchedule {
 
   explicit FlatSchedule(const PipelineSchedule& schedule);
 
-  int32_t ranks() const { return static_cast<int32_t>(row_begin_.size()) - 1; }
+  int32_t ranks() const { return static_cast<int32_t>(rank_begin_.size()) - 1; }
   int32_t stages() const { return stages_; }
   int32_t micro_batches() const { return micro_batches_; }
   bool has_messages() const { return has_messages_; }
@@ -40,8 +40,8 @@ class FlatSchedule {
 
   const std::vector<FlatAction>& actions() const { return actions_; }
   const FlatAction& at(int32_t action) const { return actions_[static_cast<size_t>(action)]; }
-  int32_t row_begin(int32_t rank) const { return row_begin_[static_cast<size_t>(rank)]; }
-  int32_t row_end(int32_t rank) const { return row_begin_[static_cast<size_t>(rank) + 1]; }
+  int32_t rank_begin(int32_t rank) const { return rank_begin_[static_cast<size_t>(rank)]; }
+  int32_t rank_end(int32_t rank) const { return rank_begin_[static_cast<size_t>(rank) + 1]; }
 
   // Returns the place of such an action, or kNone.
   int32_t find(ActionKind kind, int32_t stage, int32_t micro_batch) const;
@@ -65,7 +65,7 @@ class FlatSchedule {
   std::string describe(int32_t action) const;
 
  private:
-  void add_row(const PipelineRow& row);
+  void add_rank(const RankActions& row);
   void add(const PipelineAction& action, int32_t rank, int32_t column);
   void add_implied_send(FlatAction action);
   void keep(FlatAction action);
@@ -76,7 +76,7 @@ class FlatSchedule {
   bool has_messages_;
   std::vector<int64_t> stage_rank_;
   std::vector<FlatAction> actions_;
-  std::vector<int32_t> row_begin_;
+  std::vector<int32_t> rank_begin_;
   // The place of each action, by kind, stage and micro-batch; empty for kinds that do not occur.
   std::array<std::vector<int32_t>, kActionKinds> found_;
   std::vector<std::vector<int32_t>> sends_;  // two lists per stage: onward and back

@@ -1,8 +1,8 @@
 #include <trireme/strategies/pipeline/schedule_forms.h>
 
 #include <trireme/strategies/pipeline/refuse.h>
+#include <trireme/strategies/pipeline/schedule_actions.h>
 #include <trireme/strategies/pipeline/schedule_check.h>
-#include <trireme/strategies/pipeline/schedule_rows.h>
 
 #include <algorithm>
 #include <array>
@@ -11,8 +11,8 @@
 
 namespace trireme {
 
-PipelineRow looped_row(const ScheduleShape& shape, int32_t rank) {
-  PipelineRow row;
+RankActions looped_actions(const ScheduleShape& shape, int32_t rank) {
+  RankActions row;
   const auto add_all = [&](ActionKind kind, int32_t local) {
     for (int32_t k = 0; k < shape.micro_batches; ++k) {
       row.push_back({local * shape.ranks + rank, kind, k});
@@ -68,13 +68,14 @@ std::vector<StageMicroBatch> interleaved_order(const ScheduleShape& shape, int32
 
 }  // namespace
 
-PipelineRow interleaved_row(const ScheduleShape& shape, int32_t rank, Interleaving interleaving) {
+RankActions interleaved_actions(const ScheduleShape& shape, int32_t rank,
+                                Interleaving interleaving) {
   const std::vector<StageMicroBatch> forwards = interleaved_order(shape, rank, false);
   const std::vector<StageMicroBatch> backwards = interleaved_order(shape, rank, true);
   const auto total = static_cast<int32_t>(forwards.size());
   const int32_t warm_up = std::min(total, (shape.local_stages - 1) * largest_round(shape) +
                                               interleaving.hop * (shape.ranks - 1 - rank));
-  PipelineRow row;
+  RankActions row;
   const auto add = [&](ActionKind kind, const StageMicroBatch& what) {
     row.push_back({what.stage, kind, what.micro_batch});
   };
@@ -95,16 +96,16 @@ PipelineRow interleaved_row(const ScheduleShape& shape, int32_t rank, Interleavi
 
 namespace {
 
-PipelineRow one_f_one_b_row(const ScheduleShape& shape, int32_t rank) {
-  return interleaved_row(shape, rank, {1, false});
+RankActions one_f_one_b_actions(const ScheduleShape& shape, int32_t rank) {
+  return interleaved_actions(shape, rank, {1, false});
 }
 
-PipelineRow interleaved_1f1b_row(const ScheduleShape& shape, int32_t rank) {
-  return interleaved_row(shape, rank, {2, false});
+RankActions interleaved_1f1b_actions(const ScheduleShape& shape, int32_t rank) {
+  return interleaved_actions(shape, rank, {2, false});
 }
 
-PipelineRow zb_h1_row(const ScheduleShape& shape, int32_t rank) {
-  return interleaved_row(shape, rank, {1, true});
+RankActions zb_h1_actions(const ScheduleShape& shape, int32_t rank) {
+  return interleaved_actions(shape, rank, {1, true});
 }
 
 struct ScheduleForm {
@@ -112,17 +113,17 @@ struct ScheduleForm {
   int32_t usual_stages;
   bool takes_any_stages;
   bool is_v;
-  PipelineRow (*row)(const ScheduleShape& shape, int32_t rank);  // null: zb-auto
+  RankActions (*actions)(const ScheduleShape& shape, int32_t rank);  // null: zb-auto
 };
 
 constexpr std::array<ScheduleForm, 8> kForms{
-    {{"gpipe", 1, false, false, looped_row},
-     {"1f1b", 1, false, false, one_f_one_b_row},
-     {"interleaved-1f1b", 2, true, false, interleaved_1f1b_row},
-     {"looped-bfs", 2, true, false, looped_row},
-     {"zb-h1", 1, true, false, zb_h1_row},
-     {"zb-v", 2, false, true, zb_v_row},
-     {"dualpipe-v", 2, false, true, dualpipe_v_row},
+    {{"gpipe", 1, false, false, looped_actions},
+     {"1f1b", 1, false, false, one_f_one_b_actions},
+     {"interleaved-1f1b", 2, true, false, interleaved_1f1b_actions},
+     {"looped-bfs", 2, true, false, looped_actions},
+     {"zb-h1", 1, true, false, zb_h1_actions},
+     {"zb-v", 2, false, true, zb_v_actions},
+     {"dualpipe-v", 2, false, true, dualpipe_v_actions},
      {"zb-auto", 1, true, false, nullptr}}};
 
 const ScheduleForm& form_of(const std::string& name) {
@@ -165,9 +166,9 @@ ScheduleShape shape_of(const PipelineScheduleRequest& request, const ScheduleFor
           static_cast<int32_t>(micro_batches)};
 }
 
-// Returns the row with I and W in place of each B.
-PipelineRow with_split_backwards(const PipelineRow& row) {
-  PipelineRow made;
+// Returns the actions with I and W in place of each B.
+RankActions with_split_backwards(const RankActions& row) {
+  RankActions made;
   for (const PipelineAction& action : row) {
     if (action.kind == ActionKind::kBackward) {
       made.push_back({action.stage, ActionKind::kBackwardInput, action.micro_batch});
@@ -179,9 +180,9 @@ PipelineRow with_split_backwards(const PipelineRow& row) {
   return made;
 }
 
-int64_t most_live(const std::vector<PipelineRow>& rows) {
+int64_t most_live(const std::vector<RankActions>& rows) {
   int64_t most = 0;
-  for (const PipelineRow& row : rows) most = std::max(most, most_live(row));
+  for (const RankActions& row : rows) most = std::max(most, most_live(row));
   return most;
 }
 
@@ -201,7 +202,8 @@ void set_automatic_rows(PipelineSchedule& schedule, const PipelineScheduleReques
   schedule.rows = greedy_rows(shape, costs, limit);
   std::pair<double, int64_t> best{makespan(schedule, costs), most_live(schedule.rows)};
   PipelineSchedule other = schedule;
-  for (const auto form : {looped_row, one_f_one_b_row, interleaved_1f1b_row, zb_h1_row}) {
+  for (const auto form :
+       {looped_actions, one_f_one_b_actions, interleaved_1f1b_actions, zb_h1_actions}) {
     for (int32_t rank = 0; rank < shape.ranks; ++rank) {
       other.rows[static_cast<size_t>(rank)] = with_split_backwards(form(shape, rank));
     }
@@ -219,7 +221,7 @@ void set_automatic_rows(PipelineSchedule& schedule, const PipelineScheduleReques
 PipelineSchedule pipeline_schedule(const PipelineScheduleRequest& request) {
   const ScheduleForm& form = form_of(request.name);
   const ScheduleShape shape = shape_of(request, form);
-  if (form.row != nullptr && (request.costs || request.max_activations)) {
+  if (form.actions != nullptr && (request.costs || request.max_activations)) {
     refuse_pipeline(
         "got costs or max_activations for '" + request.name + "', whose order depends on neither",
         "Leave them out, or take zb-auto.");
@@ -232,11 +234,11 @@ PipelineSchedule pipeline_schedule(const PipelineScheduleRequest& request) {
     const bool comes_back = form.is_v && stage >= shape.ranks;
     schedule.stage_rank.push_back(comes_back ? schedule.stages - 1 - stage : stage % shape.ranks);
   }
-  if (form.row == nullptr) {
+  if (form.actions == nullptr) {
     set_automatic_rows(schedule, request, shape);
   } else {
     for (int32_t rank = 0; rank < shape.ranks; ++rank) {
-      schedule.rows.push_back(form.row(shape, rank));
+      schedule.rows.push_back(form.actions(shape, rank));
     }
   }
   check_schedule(schedule);

@@ -1,4 +1,4 @@
-#include <trireme/strategies/pipeline/schedule_rows.h>
+#include <trireme/strategies/pipeline/schedule_actions.h>
 
 #include <c10/util/Exception.h>
 
@@ -56,7 +56,7 @@ class GreedySchedule {
     return last;
   }
 
-  std::vector<PipelineRow> take_rows() { return std::move(rows_); }
+  std::vector<RankActions> take_rows() { return std::move(rows_); }
 
  private:
   // The number of micro-batches of a stage whose F, I and W have been placed.
@@ -173,14 +173,14 @@ class GreedySchedule {
   std::vector<double> input_at_;     // when F may begin, by stage and micro-batch
   std::vector<double> gradient_at_;  // when I may begin
   std::vector<Rank> ranks_;
-  std::vector<PipelineRow> rows_;
+  std::vector<RankActions> rows_;
 };
 
 }  // namespace
 
-std::vector<PipelineRow> greedy_rows(const ScheduleShape& shape, const ScheduleCosts& costs,
+std::vector<RankActions> greedy_rows(const ScheduleShape& shape, const ScheduleCosts& costs,
                                      int64_t max_activations) {
-  std::vector<PipelineRow> best;
+  std::vector<RankActions> best;
   double shortest = kNever;
   for (const double fit : {1.0, 0.5, 0.0}) {
     GreedySchedule schedule(shape, costs, max_activations, fit);

@@ -14,17 +14,17 @@ namespace {
 
 constexpr size_t kStagesAhead = 3;  // torch keeps the parameters of as many
 
-PipelineRow compute_row(const PipelineRow& row) {
-  PipelineRow kept;
+RankActions compute_actions(const RankActions& row) {
+  RankActions kept;
   std::copy_if(row.begin(), row.end(), std::back_inserter(kept),
                [](const PipelineAction& action) { return is_compute(action.kind); });
   return kept;
 }
 
-// Finds for each action of a row the stages that are used next.
+// Finds for each action of a rank the stages that are used next.
 class StagesAhead {
  public:
-  explicit StagesAhead(const PipelineRow& row) {
+  explicit StagesAhead(const RankActions& row) {
     size_t use = 0;
     for (size_t column = 0; column < row.size(); ++column) {
       for_each_part(row[column], [&](const PipelineAction& part) {
@@ -60,7 +60,7 @@ class StagesAhead {
 
  private:
   struct Use {
-    size_t number;  // among all of the row
+    size_t number;  // among all of the rank
     size_t column;
   };
 
@@ -73,11 +73,11 @@ bool has(const std::vector<int32_t>& stages, int32_t stage) {
 }
 
 // Adds UNSHARD and RESHARD, REDUCE_GRAD and WAIT_REDUCE_GRAD.
-PipelineRow with_shards(const PipelineRow& row, int64_t micro_batches) {
+RankActions with_shards(const RankActions& row, int64_t micro_batches) {
   StagesAhead ahead(row);
   std::vector<int32_t> whole;
   std::map<int32_t, int64_t> backwards;
-  PipelineRow made;
+  RankActions made;
   for (size_t column = 0; column < row.size(); ++column) {
     const std::vector<int32_t> wanted = ahead.from(column);
     for (const int32_t stage : whole) {
@@ -105,7 +105,7 @@ PipelineRow with_shards(const PipelineRow& row, int64_t micro_batches) {
 // Places sends and receives: each rank in turn goes one action on, if what it needs was placed.
 class MessagePlacement {
  public:
-  MessagePlacement(const PipelineSchedule& schedule, std::vector<PipelineRow> rows)
+  MessagePlacement(const PipelineSchedule& schedule, std::vector<RankActions> rows)
       : schedule_(schedule),
         rows_(std::move(rows)),
         made_(rows_.size()),
@@ -113,7 +113,7 @@ class MessagePlacement {
         has_input_(static_cast<size_t>(schedule.stages * schedule.micro_batches), false),
         has_gradient_(has_input_.size(), false) {}
 
-  std::vector<PipelineRow> run() {
+  std::vector<RankActions> run() {
     bool goes_on = true;
     while (goes_on) {
       goes_on = false;
@@ -178,19 +178,19 @@ class MessagePlacement {
   }
 
   const PipelineSchedule& schedule_;
-  std::vector<PipelineRow> rows_;
-  std::vector<PipelineRow> made_;
+  std::vector<RankActions> rows_;
+  std::vector<RankActions> made_;
   std::vector<size_t> next_;
   std::vector<bool> has_input_;
   std::vector<bool> has_gradient_;
 };
 
 // Adds a wait for each send.
-PipelineRow with_waits(const PipelineRow& row) {
+RankActions with_waits(const RankActions& row) {
   std::map<std::pair<int32_t, int32_t>, size_t> sent;  // forward sends without a wait yet
   std::vector<PipelineAction> open;                    // in the order of the sends
   std::vector<bool> is_open;
-  PipelineRow made;
+  RankActions made;
   for (const PipelineAction& action : row) {
     made.push_back(action);
     if (action.kind == ActionKind::kSendForward || action.kind == ActionKind::kSendBackward) {
@@ -219,7 +219,7 @@ PipelineRow with_waits(const PipelineRow& row) {
 // One rank sends nothing: its table is lowered if anything stands in it beside what computes.
 bool is_lowered(const PipelineSchedule& schedule) {
   if (schedule.ranks > 1) return has_messages(schedule);
-  const PipelineRow& row = schedule.rows.front();
+  const RankActions& row = schedule.rows.front();
   return std::any_of(row.begin(), row.end(), [](const PipelineAction& action) {
     return !is_compute(action.kind) && action.kind != ActionKind::kBubble;
   });
@@ -231,9 +231,10 @@ PipelineSchedule lower_schedule(const PipelineSchedule& schedule) {
   check_schedule(schedule);
   if (is_lowered(schedule)) return schedule;
   PipelineSchedule lowered = schedule;
-  for (PipelineRow& row : lowered.rows) row = with_shards(compute_row(row), schedule.micro_batches);
+  for (RankActions& row : lowered.rows)
+    row = with_shards(compute_actions(row), schedule.micro_batches);
   lowered.rows = MessagePlacement(schedule, std::move(lowered.rows)).run();
-  for (PipelineRow& row : lowered.rows) row = with_waits(row);
+  for (RankActions& row : lowered.rows) row = with_waits(row);
   return lowered;
 }
 

@@ -18,7 +18,7 @@ bool begins_backward(const PipelineAction& action) {
 }
 
 // Returns the passages whose backward directly follows their forward.
-Passages backward_at_once(const PipelineRow& row) {
+Passages backward_at_once(const RankActions& row) {
   Passages found;
   PipelineAction before;
   for (const PipelineAction& action : row) {
@@ -45,9 +45,9 @@ Recomputation recomputation(std::string_view name) {
                   "Pass one of them.");
 }
 
-Passages recomputed_in(const PipelineRow& row) {
+Passages recomputed_in(const RankActions& actions) {
   Passages found;
-  for (const PipelineAction& action : row) {
+  for (const PipelineAction& action : actions) {
     for_each_part(action, [&](const PipelineAction& part) {
       if (part.kind == ActionKind::kRecompute) found.insert(passage_of(part));
     });
@@ -57,14 +57,14 @@ Passages recomputed_in(const PipelineRow& row) {
 
 PipelineSchedule with_recomputation(PipelineSchedule schedule, Recomputation which) {
   if (which == Recomputation::kNever) return schedule;
-  for (PipelineRow& row : schedule.rows) {
+  for (RankActions& row : schedule.rows) {
     if (!recomputed_in(row).empty()) {
       refuse_pipeline("got a table with R, expected one without where more are asked for",
                       "Leave recomputation to the table, or take R out of it.");
     }
     Passages plain;
     if (which == Recomputation::kAuto) plain = backward_at_once(row);
-    PipelineRow longer;
+    RankActions longer;
     for (PipelineAction& action : row) {
       for_each_part(action, [&](const PipelineAction& part) {
         if (!begins_backward(part) || plain.count(passage_of(part)) > 0) return;

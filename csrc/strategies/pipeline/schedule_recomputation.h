@@ -29,7 +29,7 @@ TRIREME_API Recomputation recomputation(std::string_view name);
 // already, unless `which` is kNever.
 TRIREME_API PipelineSchedule with_recomputation(PipelineSchedule schedule, Recomputation which);
 
-// Returns stage and micro-batch of each R in a row.
-TRIREME_API std::set<std::pair<int32_t, int32_t>> recomputed_in(const PipelineRow& row);
+// Returns stage and micro-batch of each R of a rank.
+TRIREME_API std::set<std::pair<int32_t, int32_t>> recomputed_in(const RankActions& actions);
 
 }  // namespace trireme

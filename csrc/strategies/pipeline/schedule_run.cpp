@@ -35,7 +35,7 @@ class ScheduleRun {
 
   ScheduleTimes run() {
     for (int32_t rank = flat_.ranks(); rank-- > 0;) {
-      next_[rank] = flat_.row_begin(rank);
+      next_[rank] = flat_.rank_begin(rank);
       awake_.push_back(rank);
     }
     while (!awake_.empty()) {
@@ -44,15 +44,15 @@ class ScheduleRun {
       advance(rank);
     }
     for (int32_t rank = 0; rank < flat_.ranks(); ++rank) {
-      if (next_[rank] != flat_.row_end(rank)) refuse_circle(rank);
+      if (next_[rank] != flat_.rank_end(rank)) refuse_circle(rank);
     }
     return std::move(times_);
   }
 
  private:
-  // Runs a row up to its end, or to an action that has to wait.
+  // Runs a rank up to its end, or to an action that has to wait.
   void advance(int32_t rank) {
-    for (int32_t& action = next_[rank]; action < flat_.row_end(rank); ++action) {
+    for (int32_t& action = next_[rank]; action < flat_.rank_end(rank); ++action) {
       find_needs(action);
       const auto missing = std::find_if(needs_.begin(), needs_.end(),
                                         [&](const Need& need) { return !is_done_[need.action]; });

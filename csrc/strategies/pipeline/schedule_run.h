@@ -16,7 +16,7 @@ struct ScheduleTimes {
 
 // [Note: what an action waits for]
 //
-// It waits for the action before it in its row, and for these:
+// It waits for the action before it of its rank, and for these:
 //
 //   F              F of the stage before: its SEND_F, where that is on another rank
 //   R              F
@@ -25,12 +25,12 @@ struct ScheduleTimes {
 //   SEND_F         F. With c slots: the last use of the message that was sent c sends before
 //   SEND_B         B or I. Slots as for SEND_F
 //   WAIT_SEND_*    the send, and the peer's RECV
-//   RECV_*         nothing: it is posted. The user of the message comes after it in the row
+//   RECV_*         nothing: it is posted. The user of the message comes after it
 //
 // The parts of an overlap wait for what any of them waits for. A message is used by F and by the
 // backwards of its micro-batch, up to W.
 
-// Runs all rows against each other, each action as early as it can; `slots` is the number of
+// Runs all ranks against each other, each action as early as it can; `slots` is the number of
 // messages that an edge holds, 0 for any number. Costs one pass over the actions.
 //
 // Throws ValueError where that does not end: the actions of a circle wait for each other, and the

@@ -12,10 +12,10 @@ namespace trireme {
 namespace {
 
 // Reads stages, micro-batches and the rank of each stage from the rows.
-PipelineSchedule inferred(std::vector<PipelineRow> rows) {
+PipelineSchedule inferred(std::vector<RankActions> rows) {
   PipelineSchedule schedule;
   int64_t cells = 0;
-  for (const PipelineRow& row : rows) {
+  for (const RankActions& row : rows) {
     for (const PipelineAction& action : row) {
       for_each_part(action, [&](const PipelineAction& part) {
         ++cells;
@@ -53,8 +53,8 @@ PipelineSchedule inferred(std::vector<PipelineRow> rows) {
   return schedule;
 }
 
-PipelineRow parse_row(std::string_view line, size_t row) {
-  PipelineRow actions;
+RankActions parse_row(std::string_view line, size_t row) {
+  RankActions actions;
   if (!line.empty() && line.back() == '\r') line.remove_suffix(1);
   if (line.empty()) return actions;
   while (true) {
@@ -69,7 +69,7 @@ PipelineRow parse_row(std::string_view line, size_t row) {
   }
 }
 
-void write_row(std::string& text, const PipelineRow& row, TableForm form) {
+void write_row(std::string& text, const RankActions& row, TableForm form) {
   const size_t begin = text.size();
   size_t cells = 0;
   for (const PipelineAction& action : row) {
@@ -90,14 +90,14 @@ void add_aligned(std::string& line, const std::string& cell, size_t width) {
 
 }  // namespace
 
-PipelineSchedule schedule_from_rows(std::vector<PipelineRow> rows) {
+PipelineSchedule schedule_from_rows(std::vector<RankActions> rows) {
   PipelineSchedule schedule = inferred(std::move(rows));
   check_schedule(schedule);
   return schedule;
 }
 
 PipelineSchedule schedule_from_csv(std::string_view text) {
-  std::vector<PipelineRow> rows;
+  std::vector<RankActions> rows;
   while (!text.empty()) {
     const size_t end = text.find('\n');
     rows.push_back(parse_row(text.substr(0, end), rows.size() + 1));
@@ -118,7 +118,7 @@ std::string to_csv(const PipelineSchedule& schedule, TableForm form) {
   std::string text;
   const PipelineSchedule written =
       form == TableForm::kComputeComms ? lower_schedule(schedule) : schedule;
-  for (const PipelineRow& row : written.rows) write_row(text, row, form);
+  for (const RankActions& row : written.rows) write_row(text, row, form);
   return text;
 }
 

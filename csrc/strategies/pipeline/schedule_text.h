@@ -11,7 +11,7 @@ namespace trireme {
 
 // Returns a schedule of these rows. Stages, micro-batches and the rank of each stage are read from
 // them. It is checked: schedule_check.h. Throws ValueError.
-TRIREME_API PipelineSchedule schedule_from_rows(std::vector<PipelineRow> rows);
+TRIREME_API PipelineSchedule schedule_from_rows(std::vector<RankActions> rows);
 
 // Reads a table as torch's pipelining writes it: a line per rank, cells between commas, an empty
 // cell for a bubble. A cell that is no action is refused with its row and column.

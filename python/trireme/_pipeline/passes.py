@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from trireme import _C
-from trireme._C import BatchVersions, CallTurn, PipelinePass, RowThreads
+from trireme._C import BatchVersions, CallTurn, PipelinePass, PipelineThreads
 from trireme._pipeline.micro_batches import BatchCut, map_tensors, tensors_in
 from trireme._pipeline.stages import MicroBatches, StageCalls
 from trireme._pipeline.values import one_or_text, put_together
@@ -42,7 +42,7 @@ def cut_for_pass(given: Any, keywords: Mapping[str, Any], chunks: int, dim: int)
 
 
 def run_pass(
-    rows: RowThreads,
+    threads: PipelineThreads,
     calls: Sequence[StageCalls],
     names: Sequence[str],
     given: PassInputs,
@@ -50,7 +50,7 @@ def run_pass(
 ) -> list[Any]:
     """Returns what the last layer returns for each micro-batch, in the graph of the caller. Its
     backward is a call as any other, for which ``turn`` is taken."""
-    one = _C.PipelinePass(rows, given.versions)
+    one = _C.PipelinePass(threads, given.versions)
     asked = {name for call in calls for name in call.keywords}
     entered = given.enter(one, given.inputs)
     batch = MicroBatches([(piece,) for piece in entered], names)
@@ -64,7 +64,7 @@ def run_pass(
 
     hand_over(True)
     inputs = [tensors_in(piece) for piece in entered]
-    outputs = one.forward(inputs, hand_over, turn, rows)
+    outputs = one.forward(inputs, hand_over, turn, threads)
     return [put_together(one_or_text(*output)) for output in outputs]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trireme import _C
-from trireme._C import Communicator, PipelineEngine, RowThreads
+from trireme._C import Communicator, PipelineEngine, PipelineThreads
 from trireme._core.group_communicator import communicator_of
 from trireme._core.owners import note_stages
 from trireme._pipeline import AREA, refuse
@@ -47,7 +47,7 @@ from trireme._pipeline.threads import (
     device_of,
     pool_of,
     refuse_wrapped,
-    rows_of,
+    schedule_ranks,
 )
 from trireme._pipeline.values import one_or_text, put_together
 
@@ -81,9 +81,9 @@ class Pipeline(ScalesLosses, nn.Module):
             code stay those of the sample.
         balance: How many layers each stage has; "time" or "bytes" to have rank 0 measure them with
             ``sample``; None for as many in each, where that is possible.
-        devices: In one process: that of each row of the schedule, which runs on a thread of its
-            own, such as ``["cpu"] * 2`` or ``["cuda:0", "cuda:1"]``. Layers are moved there, and so
-            is what they are given. None for as many rows as the balance has stages, or else as
+        devices: In one process: that of each rank of the schedule, which is a thread of its own,
+            such as ``["cpu"] * 2`` or ``["cuda:0", "cuda:1"]``. Layers are moved there, and so is
+            what they are given. None for as many threads as the balance has stages, or else as
             torch has threads, each where its layers are.
         ranks: True for a pipeline over all ranks. False for one in this process, which needs no
             process group: its steps raise what a layer raised, with a note that says where.
@@ -145,7 +145,7 @@ class Pipeline(ScalesLosses, nn.Module):
             self._group, copies, self._all = groups_of(mesh)
             self._communicator = communicator_of(self._group)
             self._replicas = communicator_of(copies) if copies is not None else None
-        self._devices_of_rows = [] if devices is None else checked_devices(devices)
+        self._devices_of_threads = [] if devices is None else checked_devices(devices)
         self._synchronizes = True
         self._chunks, self._dim = chunks, dim
         self._turn = _C.CallTurn(None if self._is_threaded else self._communicator)
@@ -176,8 +176,8 @@ class Pipeline(ScalesLosses, nn.Module):
         if not self._is_threaded:
             note_stages(self._seen, self)
         if self._is_threaded:
-            self._pool = pool_of(self._devices_of_rows)
-            self._core: PipelineEngine | RowThreads = self._make_threads()
+            self._pool = pool_of(self._devices_of_threads)
+            self._core: PipelineEngine | PipelineThreads = self._make_threads()
         else:
             self._core = self._make_engine(tied_between(modules, self._stages))
 
@@ -188,11 +188,13 @@ class Pipeline(ScalesLosses, nn.Module):
         loss: Callable[..., Any] | None,
     ) -> None:
         if self._is_threaded:
-            self._devices_of_rows = choose_devices(self._devices_of_rows, self._stages, modules)
+            self._devices_of_threads = choose_devices(
+                self._devices_of_threads, self._stages, modules
+            )
         self._calls = []
         for stage in own:
             held = [modules[name] for name in stage.layers]
-            device = device_of(stage, self._devices_of_rows)
+            device = device_of(stage, self._devices_of_threads)
             of_stage = loss if stage is self._stages[-1] else None
             self._calls.append(StageCalls(stage, held, of_stage, device))
 
@@ -222,15 +224,15 @@ class Pipeline(ScalesLosses, nn.Module):
         self._expected = ExpectedCalls(layers, self._loss, None)
         self._communicator = _C.lone_communicator()
         self._turn = _C.CallTurn()
-        self._pool = pool_of(self._devices_of_rows)
+        self._pool = pool_of(self._devices_of_threads)
         self._core = self._make_threads()
 
-    def _make_threads(self) -> RowThreads:
+    def _make_threads(self) -> PipelineThreads:
         refuse_wrapped(held for call in self._calls for held in call.held().values())
         stages = requests_of(self._calls, self._schedule.stages - 1)
         table = self._schedule._core
         skips = self._skips_of_stages()
-        return RowThreads(table, stages, self._pool, self._scale_grads, skips, note_where)
+        return PipelineThreads(table, stages, self._pool, self._scale_grads, skips, note_where)
 
     def _make_engine(self, tied: list[list[tuple[int, str]]]) -> PipelineEngine:
         return PipelineEngine(
@@ -257,7 +259,7 @@ class Pipeline(ScalesLosses, nn.Module):
             balance = cut.balance_of(layers)
             rows = self._communicator.world
             if self._is_threaded:
-                rows = rows_of(self._devices_of_rows, balance, schedule, len(layers))
+                rows = schedule_ranks(self._devices_of_threads, balance, schedule, len(layers))
             plain = schedule_of(schedule, self._chunks, rows, balance, costs, len(layers))
             self._schedule = plain.with_recomputation(checkpoint)
             said["layers"] = list(layers)
@@ -386,8 +388,8 @@ class Pipeline(ScalesLosses, nn.Module):
             self._synchronizes = before
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module in one process: each row's forwards, and in a backward its backwards, on
-        its thread. The loss is computed outside.
+        """Runs the module in one process: the forwards of each rank of the schedule, and in a
+        backward its backwards, on its thread. The loss is computed outside.
 
         Args:
             args: What the first layer is called with; several as one tuple.
@@ -417,10 +419,10 @@ class Pipeline(ScalesLosses, nn.Module):
         self._expected.check("forward", (given,), None, kwargs)
         cut = cut_for_pass(given, kwargs, self._chunks, self._dim)
         trains = self.training and torch.is_grad_enabled()
-        assert isinstance(self._core, RowThreads)
-        rows = self._core.for_pass(len(cut.inputs), self._checkpoint if trains else "never")
+        assert isinstance(self._core, PipelineThreads)
+        threads = self._core.for_pass(len(cut.inputs), self._checkpoint if trains else "never")
         names = self._expected.input_names[:1]
-        return run_pass(rows, self._calls, names, cut, self._turn)
+        return run_pass(threads, self._calls, names, cut, self._turn)
 
     def _begin(
         self, name: str, inputs: tuple[Any, ...], target: Any, kwargs: dict[str, Any]

@@ -20,7 +20,7 @@ from trireme._pipeline.stages import Balance, Stage, modules_of
 
 
 def checked_devices(devices: Sequence[torch.device | str | int]) -> list[torch.device]:
-    """Returns the devices of rows, each with its number."""
+    """Returns the devices of threads, each with its number."""
     found = []
     for device in map(torch.device, devices):
         if device.type == "meta":
@@ -41,18 +41,18 @@ def checked_devices(devices: Sequence[torch.device | str | int]) -> list[torch.d
 def choose_devices(
     given: Sequence[torch.device], stages: Sequence[Stage], modules: Mapping[str, nn.Module]
 ) -> list[torch.device]:
-    """Returns the device of each row: those given, to which it moves layers and loss; without any
-    where these are."""
+    """Returns the device of each thread: those given, to which it moves layers and loss; without
+    any where these are."""
     if not given:
-        return _where_rows_are(stages, modules)
-    _move_to_rows(stages, modules, given)
+        return _where_threads_are(stages, modules)
+    _move_to_threads(stages, modules, given)
     return list(given)
 
 
-def _move_to_rows(
+def _move_to_threads(
     stages: Sequence[Stage], modules: Mapping[str, nn.Module], devices: Sequence[torch.device]
 ) -> None:
-    """Moves modules to the devices of their rows, or none of them."""
+    """Moves modules to the devices of their threads, or none of them."""
     places = [
         (module, devices[stage.rank])
         for stage in stages
@@ -65,17 +65,17 @@ def _move_to_rows(
         module.to(device)
 
 
-def _where_rows_are(
+def _where_threads_are(
     stages: Sequence[Stage], modules: Mapping[str, nn.Module]
 ) -> list[torch.device]:
-    """Returns for each row where its layers are; one without parameters is where the first is."""
+    """Returns for each thread where its layers are; without parameters where the first is."""
     found: dict[int, torch.device] = {}
     for stage in stages:
         for module in modules_of(stage, stages, modules).values():
             for parameter in module.parameters():
                 found.setdefault(stage.rank, parameter.device)
     first = next(iter(found.values()), torch.device("cpu"))
-    return [found.get(row, first) for row in range(1 + max(stage.rank for stage in stages))]
+    return [found.get(rank, first) for rank in range(1 + max(stage.rank for stage in stages))]
 
 
 def device_of(stage: Stage, devices: Sequence[torch.device]) -> torch.device | None:
@@ -85,13 +85,13 @@ def device_of(stage: Stage, devices: Sequence[torch.device]) -> torch.device | N
     return devices[stage.rank]
 
 
-def rows_of(
+def schedule_ranks(
     devices: Sequence[torch.device],
     balance: Balance,
     schedule: str | PipelineSchedule,
     layers: int,
 ) -> int:
-    """Returns how many rows the schedule of a pipeline in one process has."""
+    """Returns how many ranks the schedule of a pipeline in one process has."""
     if devices:
         return len(devices)
     if isinstance(schedule, PipelineSchedule):
@@ -121,7 +121,7 @@ def _synchronizes(module: nn.Module) -> bool:
 
 
 def pool_of(devices: Sequence[torch.device]) -> WorkerPool:
-    """Returns a thread for each row, on its device. They end with the pool."""
-    pool = _C.row_pool(list(devices))
+    """Returns a thread for each device. They end with the pool."""
+    pool = _C.pipeline_pool(list(devices))
     start_threads(pool, len(devices), "trireme-row")
     return pool

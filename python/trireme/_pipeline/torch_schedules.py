@@ -37,7 +37,7 @@ class _Single(Steps):
         self._begin([stage], n_microbatches, loss_fn, specs, scale_grads)
         self._stage = stage
         table = pipeline_schedule(self._form, ranks=self._num_stages, micro_batches=n_microbatches)
-        self._use(_seated(table, stage.stage_index_to_group_rank))
+        self._use(_reordered(table, stage.stage_index_to_group_rank))
 
 
 class ScheduleGPipe(_Single, _torchs.ScheduleGPipe):
@@ -200,7 +200,7 @@ def get_schedule_class(schedule_name: str) -> type[Any]:
     refuse(got, "Correct the name.")
 
 
-def _seated(table: PipelineSchedule, rank_of: dict[int, int]) -> PipelineSchedule:
+def _reordered(table: PipelineSchedule, rank_of: dict[int, int]) -> PipelineSchedule:
     """Returns the table of one stage per rank with its rows on the ranks that stages have."""
     stages = {rank: stage for stage, rank in rank_of.items()}
     if sorted(stages) != list(range(table.ranks)) or len(rank_of) != table.ranks:

@@ -25,7 +25,8 @@ using Tensors = std::vector<at::Tensor>;
 
 namespace {
 
-// Throws in a thread that torch's engine has for a device: rows would wait for it.
+// Throws in a thread that torch's engine has for a device: the pipeline's threads would wait for
+// it.
 void refuse_device_thread() {
   std::array<char, 16> name{};
   pthread_getname_np(pthread_self(), name.data(), name.size());
@@ -50,7 +51,7 @@ class PassNode final : public torch::autograd::Node {
                    "got a backward with create_graph=True, expected one without: the graphs of "
                    "stages are not part of the caller's",
                    {}, "Differentiate twice without the pipeline."));
-    if (pass_->rows_->is_on_devices()) {
+    if (pass_->threads_->is_on_devices()) {
       refuse_device_thread();
       gradients = std::exchange(pass_->handed_over_, {});
     }
@@ -89,9 +90,9 @@ class EnteredNode final : public torch::autograd::Node {
 
 }  // namespace
 
-PipelinePass::PipelinePass(std::shared_ptr<RowThreads> rows,
+PipelinePass::PipelinePass(std::shared_ptr<PipelineThreads> threads,
                            std::shared_ptr<BatchVersions> versions)
-    : rows_(std::move(rows)),
+    : threads_(std::move(threads)),
       versions_(std::move(versions)),
       records_(at::GradMode::is_enabled()) {}
 
@@ -113,7 +114,7 @@ std::vector<PipelineValue> PipelinePass::forward(std::vector<PipelineValue> inpu
   const bool repeats = repeats_forward();
   std::vector<StageLoss>* receiver = repeats ? nullptr : LossScope::current();
   PassOutputs found =
-      rows_->forward_pass(std::move(inputs), state_, {records_, repeats || receiver != nullptr});
+      threads_->forward_pass(std::move(inputs), state_, {records_, repeats || receiver != nullptr});
   versions_->tell_batch();
   const auto hand_losses_out = [&] {
     if (receiver == nullptr) return;
@@ -126,12 +127,12 @@ std::vector<PipelineValue> PipelinePass::forward(std::vector<PipelineValue> inpu
   torch::autograd::edge_list edges;
   for (const auto& [input, leaf] : inputs_)
     edges.push_back(torch::autograd::impl::gradient_edge(input));
-  for (const RowThreads::PassParameter& parameter : state_.parameters)
+  for (const PipelineThreads::PassParameter& parameter : state_.parameters)
     edges.push_back(torch::autograd::impl::gradient_edge(parameter.parameter));
   const auto node = make_node<PassNode>(shared_from_this());
   node->set_next_edges(std::move(edges));
   auto front = node;
-  if (rows_->is_on_devices()) {
+  if (threads_->is_on_devices()) {
     const uint32_t place = node->add_input_metadata(at::zeros({}));
     front = make_node<HandOverNode>(shared_from_this());
     front->set_next_edges({{node, place}});
@@ -189,7 +190,7 @@ Tensors PipelinePass::backward(Tensors gradients, bool keep_graph) {
   Tensors found;
   for (auto& [input, leaf] : inputs_)
     found.push_back(std::exchange(leaf.mutable_grad(), at::Tensor()));
-  for (RowThreads::PassParameter& parameter : state_.parameters)
+  for (PipelineThreads::PassParameter& parameter : state_.parameters)
     found.push_back(parameter.take_gradient());
   return found;
 }
@@ -200,7 +201,7 @@ void PipelinePass::run_backward(const PassBackward& backward) {
   if (around) around(true);
   versions->tell_micro_batches();
   try {
-    rows_->backward_pass(state_, backward);
+    threads_->backward_pass(state_, backward);
   } catch (...) {
     if (around) around(false);
     throw;
@@ -211,7 +212,7 @@ void PipelinePass::run_backward(const PassBackward& backward) {
 
 void PipelinePass::release() {
   is_released_ = true;
-  state_.rows.clear();
+  state_.kept.clear();
   around_backward_ = {};
   versions_.reset();  // they hold the batch
 }

@@ -3,7 +3,7 @@
 #include <trireme/common/export.h>
 #include <trireme/strategies/pipeline/batch_versions.h>
 #include <trireme/strategies/pipeline/runner.h>
-#include <trireme/strategies/pipeline/threads/row_threads.h>
+#include <trireme/strategies/pipeline/threads/pipeline_threads.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/edge.h>
@@ -22,18 +22,19 @@ namespace trireme {
 
 // [Note: the two graphs of a pass]
 //
-// The forwards of a pass record a graph for each stage and micro-batch, in the thread of its row.
-// The caller sees outputs, and parts of the loss that layers added, whose history is a single node:
+// The forwards of a pass record a graph for each stage and micro-batch, in the thread of that
+// stage. The caller sees outputs, and parts of the loss that layers added, whose history is a
+// single node:
 //
 //   inputs, parameters  <-  node  <-  outputs of micro-batches  <-  loss       the caller's graph
 //                            |  ^
 //       gradients of outputs v  | gradients of inputs and parameters
-//             the other actions of all rows, each on its thread
+//             the other actions of all threads
 //
 // On devices torch's engine runs a node in the thread of its gradients' device. There the node may
-// not wait for the rows, whose backwards need that thread. So another node stands in front, which
-// hands over the gradients and returns one zero on the CPU: the node behind it is run by the thread
-// that called backward().
+// not wait for the threads, whose backwards need that thread. So another node stands in front,
+// which hands over the gradients and returns one zero on the CPU: the node behind it is run by the
+// thread that called backward().
 //
 // So the backward of a pipeline is an ordinary step of the caller's engine: hooks of parameters,
 // autograd.grad, accumulation into .grad, and what strategies around the pipeline hang on it, see
@@ -43,7 +44,7 @@ namespace trireme {
 class TRIREME_API PipelinePass : public std::enable_shared_from_this<PipelinePass> {
  public:
   // `versions` are those of its inputs.
-  PipelinePass(std::shared_ptr<RowThreads> rows, std::shared_ptr<BatchVersions> versions);
+  PipelinePass(std::shared_ptr<PipelineThreads> threads, std::shared_ptr<BatchVersions> versions);
 
   // Returns the tensor that stages get for an input of a micro-batch that requires a gradient;
   // other inputs come back as they are. A first layer may work in place on it.
@@ -66,12 +67,12 @@ class TRIREME_API PipelinePass : public std::enable_shared_from_this<PipelinePas
   void release();
   void wait_for_gradients();
 
-  std::shared_ptr<RowThreads> rows_;
+  std::shared_ptr<PipelineThreads> threads_;
   std::shared_ptr<BatchVersions> versions_;
   bool records_;  // gradients were recorded when it was made
   std::function<void(bool)> around_backward_;
   std::vector<std::pair<at::Tensor, at::Tensor>> inputs_;  // with the leaf of each
-  RowThreads::PassState state_;
+  PipelineThreads::PassState state_;
   std::vector<std::vector<int64_t>>
       places_;  // the place of an output of a micro-batch among the node's inputs
   // The places of parts of the loss, by stage and micro-batch.

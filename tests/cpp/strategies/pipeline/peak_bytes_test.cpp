@@ -76,8 +76,8 @@ bool is_within_a_tenth(int64_t got, int64_t expected) {
 }
 
 // Returns what one stage does.
-PipelineRow row_of(const PipelineSchedule& schedule, int64_t stage) {
-  PipelineRow row;
+RankActions row_of(const PipelineSchedule& schedule, int64_t stage) {
+  RankActions row;
   const auto rank = static_cast<size_t>(schedule.stage_rank[static_cast<size_t>(stage)]);
   for (const PipelineAction& action : schedule.rows[rank])
     for_each_part(action, [&](const PipelineAction& part) {
@@ -88,7 +88,7 @@ PipelineRow row_of(const PipelineSchedule& schedule, int64_t stage) {
 
 // Returns the bytes that a stage says it kept at its peak: what it received from F on, and what it
 // returned from F on, or from R.
-int64_t most_bytes_in(const PipelineRow& row) {
+int64_t most_bytes_in(const RankActions& row) {
   const auto recomputed = recomputed_in(row);
   int64_t blocks = 0;
   int64_t most = 0;
@@ -131,7 +131,7 @@ std::vector<std::string> train(ThreadRank& rank, const PipelineOptions& options)
     }
     if (counter->bytes_ != 0) wrong.push_back("bytes after the step");
     for (const StageReport& report : pipe->last_step().stages) {
-      const PipelineRow row = row_of(pipe->schedule(), report.stage);
+      const RankActions row = row_of(pipe->schedule(), report.stage);
       const int64_t live = most_live(row);
       if (report.peak_live == live && report.peak_live_bytes == most_bytes_in(row)) continue;
       wrong.push_back(c10::str("stage ", report.stage, " said ", report.peak_live, " and ",

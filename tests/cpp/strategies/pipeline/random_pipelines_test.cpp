@@ -1,7 +1,7 @@
 #include <trireme/strategies/pipeline/engine.h>
 #include <trireme/strategies/pipeline/schedule_forms.h>
 #include <trireme/strategies/pipeline/schedule_recomputation.h>
-#include <trireme/strategies/pipeline/threads/row_threads.h>
+#include <trireme/strategies/pipeline/threads/pipeline_threads.h>
 
 #include <torch/nn.h>
 
@@ -225,7 +225,7 @@ std::string compare_threads(const Drawn& drawn) {
   const Tensors gradients = train_alone(drawn, losses);
   if (trains_nothing(gradients)) return "";
   auto stages = stages_of(drawn);
-  RowThreadsRequest request{.schedule = schedule_of(drawn), .skips = drawn.skips};
+  PipelineThreadsRequest request{.schedule = schedule_of(drawn), .skips = drawn.skips};
   for (size_t i = 0; i < stages.size(); ++i) {
     request.stages.push_back({static_cast<int64_t>(i),
                               "",
@@ -236,7 +236,7 @@ std::string compare_threads(const Drawn& drawn) {
   auto pool = std::make_shared<WorkerPool>(std::vector<c10::Device>(rows, at::kCPU),
                                            std::vector<int>(rows, 1));
   pool->start();
-  RowThreads threads(std::move(request), pool);
+  PipelineThreads threads(std::move(request), pool);
   std::string wrong;
   for (int64_t step = 0; step < 2; ++step) {
     for (const auto& stage : stages)

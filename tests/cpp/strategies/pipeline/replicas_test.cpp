@@ -215,7 +215,7 @@ TEST_CASE("layers in DistributedDataParallel average once per step") {
         4,
         [&](ThreadRank& rank) {
           const PipelineRanks ranks =
-              ranks_of_copy(rank.communicator, PipelineOptions{.replicas = 2});
+              ranks_of_replica(rank.communicator, PipelineOptions{.replicas = 2});
           torch::nn::Sequential wrapped;
           std::vector<Wrapped> own;
           torch::nn::Sequential plain = net();
@@ -285,7 +285,7 @@ TEST_CASE("layers in fully_shard average once per step, whether the last backwar
             4,
             [&](ThreadRank& rank) {
               const PipelineRanks ranks =
-                  ranks_of_copy(rank.communicator, PipelineOptions{.replicas = 2});
+                  ranks_of_replica(rank.communicator, PipelineOptions{.replicas = 2});
               torch::nn::Sequential sharded;
               torch::nn::Sequential plain = net();
               for (auto& layer : *plain) {

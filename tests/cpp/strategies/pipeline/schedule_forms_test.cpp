@@ -84,7 +84,7 @@ TEST_CASE("the backwards of a stage come in the order of micro-batches") {
     CAPTURE(name);
     for (const PipelineSchedule& schedule : {make_form(name, 3, 7), make_form(name, 4, 3)}) {
       std::vector<int32_t> next(static_cast<size_t>(schedule.stages), 0);
-      for (const PipelineRow& row : schedule.rows)
+      for (const RankActions& row : schedule.rows)
         for (const PipelineAction& action : row)
           for_each_part(action, [&](const PipelineAction& part) {
             const bool ends =
@@ -128,7 +128,7 @@ TEST_CASE("zb-auto is not slower than other forms that keep to its limit") {
       if (stages > 1 && (name == std::string("gpipe") || name == std::string("1f1b"))) continue;
       const PipelineSchedule other = make_form(name, ranks, request.micro_batches, stages);
       int64_t live = 0;
-      for (const PipelineRow& row : other.rows) live = std::max(live, most_live(row));
+      for (const RankActions& row : other.rows) live = std::max(live, most_live(row));
       if (request.max_activations && live > *request.max_activations) continue;
       CAPTURE(name, ranks, stages, request.micro_batches, live);
       CHECK(length <= makespan(other, *request.costs) * (1 + 1e-12));

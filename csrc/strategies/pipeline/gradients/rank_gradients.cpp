@@ -1,4 +1,4 @@
-#include <trireme/strategies/pipeline/gradients/row_gradients.h>
+#include <trireme/strategies/pipeline/gradients/rank_gradients.h>
 
 #include <trireme/strategies/pipeline/refuse.h>
 
@@ -10,9 +10,9 @@ namespace trireme {
 
 using Tensors = std::vector<at::Tensor>;
 
-RowGradients::RowGradients(const PipelineSchedule& schedule,
-                           const std::vector<PipelineStageRequest>& stages,
-                           Communicator& communicator, const PipelineEngineOptions& options)
+RankGradients::RankGradients(const PipelineSchedule& schedule,
+                             const std::vector<PipelineStageRequest>& stages,
+                             Communicator& communicator, const PipelineEngineOptions& options)
     : micro_batches_(schedule.micro_batches),
       scale_grads_(options.scale_grads),
       leads_strategies_(!options.on_threads),
@@ -32,7 +32,7 @@ RowGradients::RowGradients(const PipelineSchedule& schedule,
   tied_.spread_values();
 }
 
-void RowGradients::list_for_unlisted() {
+void RankGradients::list_for_unlisted() {
   if (!ends_unlisted_) return;
   Tensors listed;
   for (const StageParameters& stage : stages_)
@@ -40,7 +40,7 @@ void RowGradients::list_for_unlisted() {
   unlisted_->set_listed(listed);
 }
 
-void RowGradients::spread_values(const std::vector<PipelineStageRequest>& stages) {
+void RankGradients::spread_values(const std::vector<PipelineStageRequest>& stages) {
   for (const PipelineStageRequest& request : stages)
     for (const auto& [name, buffer] : request.buffers) buffers_.push_back(buffer);
   Tensors values = buffers_;
@@ -52,8 +52,8 @@ void RowGradients::spread_values(const std::vector<PipelineStageRequest>& stages
   if (!values.empty()) replicas_.spread(values);
 }
 
-void RowGradients::set_parameters(size_t place, NamedParameters parameters,
-                                  std::vector<std::shared_ptr<DeferredSync>> strategies) {
+void RankGradients::set_parameters(size_t place, NamedParameters parameters,
+                                   std::vector<std::shared_ptr<DeferredSync>> strategies) {
   StageParameters& stage = stages_[place];
   const std::string missing = tied_.set_parameters(stage.stage, parameters);
   if (!missing.empty()) refuse_pipeline("got " + missing, "Make the pipeline anew.");
@@ -62,11 +62,11 @@ void RowGradients::set_parameters(size_t place, NamedParameters parameters,
   list_for_unlisted();
 }
 
-void RowGradients::recover() {
+void RankGradients::recover() {
   if (replicas_.exist()) replicas_.communicator().recover();
 }
 
-bool RowGradients::has_strategies() const {
+bool RankGradients::has_strategies() const {
   for (size_t place = 0; place < stages_.size(); ++place) {
     if (strategies_[place].has_given()) return true;
     for (const at::Tensor& parameter : stages_[place].all)
@@ -75,7 +75,7 @@ bool RowGradients::has_strategies() const {
   return false;
 }
 
-bool RowGradients::find_strategies() {
+bool RankGradients::find_strategies() {
   bool exist = false;
   for (size_t place = 0; place < stages_.size(); ++place) {
     if (!leads_strategies_) {
@@ -88,7 +88,7 @@ bool RowGradients::find_strategies() {
   return exist;
 }
 
-void RowGradients::begin_step(const Step& step) {
+void RankGradients::begin_step(const Step& step) {
   step_ = step;
   step_.divides = step.divides && scale_grads_;
   if (std::exchange(buffers_may_differ_, step.synchronizes) && !buffers_.empty())
@@ -101,7 +101,7 @@ void RowGradients::begin_step(const Step& step) {
   if (replicas_.exist() && step.synchronizes) list_complete();
 }
 
-void RowGradients::list_complete() {
+void RankGradients::list_complete() {
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const Tensors& copies : {tied_.first_copies(), tied_.later_copies()})
     for (const at::Tensor& copy : copies) seen.insert(copy.unsafeGetTensorImpl());
@@ -113,18 +113,18 @@ void RowGradients::list_complete() {
   }
 }
 
-void RowGradients::average(const Tensors& parameters, const std::string& label) {
+void RankGradients::average(const Tensors& parameters, const std::string& label) {
   gradients_.add_earlier(parameters, divisor());
   replicas_.average(parameters, label);
 }
 
-void RowGradients::after_last_backward(size_t place) {
+void RankGradients::after_last_backward(size_t place) {
   strategies_[place].after_last_backward();
   const StageParameters& stage = stages_[place];
   if (replicas_.exist()) average(stage.complete, c10::str("stage ", stage.stage));
 }
 
-void RowGradients::finish_row() {
+void RankGradients::finish_sums() {
   tied_.add_up(step_.step);
   const bool averages = replicas_.exist() && step_.synchronizes;
   if (averages) {
@@ -135,13 +135,13 @@ void RowGradients::finish_row() {
   if (averages) gradients_.set_whole(tied_.later_copies());
 }
 
-void RowGradients::end_step() {
+void RankGradients::end_step() {
   gradients_.end(divisor());
   if (ends_unlisted_) unlisted_->end(divisor());
   for (StageStrategies& strategies : strategies_) strategies.end_step();
 }
 
-void RowGradients::abandon(const std::string& why) noexcept {
+void RankGradients::abandon(const std::string& why) noexcept {
   if (replicas_.exist()) replicas_.communicator().announce_failure(why);
   for (StageStrategies& strategies : strategies_) strategies.abandon(why);
   replicas_.abandon();

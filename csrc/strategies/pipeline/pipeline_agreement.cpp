@@ -1,4 +1,4 @@
-#include <trireme/strategies/pipeline/row_agreement.h>
+#include <trireme/strategies/pipeline/pipeline_agreement.h>
 
 #include <trireme/comm/gather_texts.h>
 #include <trireme/common/text_lines.h>
@@ -78,8 +78,9 @@ std::string difference(const std::vector<std::string>& texts, const std::string&
 
 }  // namespace
 
-void agree_on_row(const PipelineSchedule& schedule, const std::vector<PipelineStageRequest>& stages,
-                  const PipelineEngineOptions& options, Communicator& communicator) {
+void agree_on_pipeline(const PipelineSchedule& schedule,
+                       const std::vector<PipelineStageRequest>& stages,
+                       const PipelineEngineOptions& options, Communicator& communicator) {
   std::string own = complaint(schedule, stages, communicator.rank_of());
   own = own.empty() ? describe(schedule, options) : "!" + own;
   std::string got = difference(gather_texts(own, communicator, communicator.device()), "rank");

@@ -1,4 +1,4 @@
-#include <trireme/strategies/pipeline/threads/row_threads.h>
+#include <trireme/strategies/pipeline/threads/pipeline_threads.h>
 
 #include <trireme/activation/kept_tensor.h>
 #include <trireme/activation/saved_tensor_hooks.h>
@@ -22,7 +22,7 @@
 #include "strategies/pipeline/losses.h"
 #include "strategies/pipeline/tables.h"
 
-namespace trireme::row_threads_test {
+namespace trireme::pipeline_threads_test {
 
 using Catch::Matchers::Contains;
 using test::make_form;
@@ -58,8 +58,8 @@ struct Threads {
       : pool(std::make_shared<WorkerPool>(std::vector<c10::Device>(stages.size(), at::kCPU),
                                           std::vector<int>(stages.size(), 1))) {
     pool->start();
-    RowThreadsRequest request{.schedule =
-                                  make_form(form, static_cast<int64_t>(stages.size()), kChunks)};
+    PipelineThreadsRequest request{
+        .schedule = make_form(form, static_cast<int64_t>(stages.size()), kChunks)};
     for (size_t i = 0; i < stages.size(); ++i) {
       NamedParameters named;
       for (size_t k = 0; k < stages[i].parameters.size(); ++k) {
@@ -70,11 +70,11 @@ struct Threads {
       request.stages.push_back(
           {static_cast<int64_t>(i), "", std::make_shared<Called>(stages[i].function), named});
     }
-    rows = std::make_unique<RowThreads>(std::move(request), pool);
+    runner = std::make_unique<PipelineThreads>(std::move(request), pool);
   }
 
   std::shared_ptr<WorkerPool> pool;
-  std::unique_ptr<RowThreads> rows;
+  std::unique_ptr<PipelineThreads> runner;
 };
 
 std::vector<PipelineValue> inputs() {
@@ -100,7 +100,7 @@ TEST_CASE("what stages on several threads share has the gradients of all of them
     shared.set_requires_grad(step != 1);
     shared.mutable_grad().reset();
     own.mutable_grad().reset();
-    at::Tensor loss = threads.rows->step(inputs(), {});
+    at::Tensor loss = threads.runner->step(inputs(), {});
     const at::Tensor got = shared.grad();
     const at::Tensor got_own = own.grad();
     shared.mutable_grad().reset();
@@ -133,11 +133,11 @@ TEST_CASE("an exception of a stage comes out as it is, and the next step works")
     const auto by_weight = [&](const at::Tensor& x) { return x.mm(weight); };
     Threads threads({{by_weight, {weight}}, {fails, {}}, {by_weight, {weight}}}, form);
     weight.mutable_grad().reset();
-    CHECK_THROWS_AS(threads.rows->step(inputs(), {}), Refusal);
-    CHECK(threads.rows->raised_in() == "the forward of micro-batch 2 of stage 1");
+    CHECK_THROWS_AS(threads.runner->step(inputs(), {}), Refusal);
+    CHECK(threads.runner->raised_in() == "the forward of micro-batch 2 of stage 1");
     CHECK(!weight.grad().defined());
-    CHECK(threads.rows->step(inputs(), {}).item<double>() > 0);
-    CHECK(threads.rows->raised_in().empty());
+    CHECK(threads.runner->step(inputs(), {}).item<double>() > 0);
+    CHECK(threads.runner->raised_in().empty());
   }
 }
 
@@ -149,7 +149,7 @@ TEST_CASE("random layers draw the same numbers in every run") {
   Tensors losses;
   for (int64_t run = 0; run < 5; ++run) {
     torch::manual_seed(5);
-    losses.push_back(threads.rows->step(inputs(), {}));
+    losses.push_back(threads.runner->step(inputs(), {}));
   }
   for (const at::Tensor& loss : losses) CHECK(loss.equal(losses.front()));
 }
@@ -158,7 +158,7 @@ TEST_CASE("evaluation gives the outputs of all micro-batches") {
   const at::Tensor weight = weight_of(5);
   const auto by = [&](const at::Tensor& x) { return x.mm(weight); };
   Threads threads({{by, {weight}}, {by, {weight}}});
-  const auto outputs = threads.rows->eval_step(inputs(), /*has_loss=*/false).outputs;
+  const auto outputs = threads.runner->eval_step(inputs(), /*has_loss=*/false).outputs;
   REQUIRE(outputs.size() == kChunks);
   for (int64_t i = 0; i < kChunks; ++i) {
     const at::Tensor x = inputs()[static_cast<size_t>(i)].tensors.front();
@@ -385,7 +385,7 @@ class CountingPacker final : public TensorPacker {
   std::atomic<int64_t> packed = 0;
 };
 
-TEST_CASE("what packs saved tensors goes along to the rows") {
+TEST_CASE("what packs saved tensors goes along to the threads") {
   Pipeline<> pipe(net_of(4), PipelineOptions{.ranks = false, .threads = 2, .chunks = 4});
   const at::Tensor x = at::sin(at::arange(24, at::kFloat)).view({8, 3});
   const auto packer = c10::make_intrusive<CountingPacker>();
@@ -457,4 +457,4 @@ TEST_CASE("what a pipeline in one process refuses") {
                     Contains("got threads=-1"));
 }
 
-}  // namespace trireme::row_threads_test
+}  // namespace trireme::pipeline_threads_test

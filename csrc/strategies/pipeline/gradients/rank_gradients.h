@@ -17,17 +17,17 @@
 
 namespace trireme {
 
-// Finishes the gradients that a row makes: averages them over replicas of the pipeline, sums them
+// Finishes the gradients that a rank makes: averages them over replicas of the pipeline, sums them
 // over stages that share parameters, divides them by the number of micro-batches, and adds them to
 // what .grad held. Gradients of parameters that belong to a strategy are left to it.
 //
 // `place` counts the stages of this rank. One thread at a time.
-class RowGradients {
+class RankGradients {
  public:
   // Collective over the communicator and options.replicas. Gives copies and tied parameters the
   // values of the first one. The communicator outlives it.
-  RowGradients(const PipelineSchedule& schedule, const std::vector<PipelineStageRequest>& stages,
-               Communicator& communicator, const PipelineEngineOptions& options);
+  RankGradients(const PipelineSchedule& schedule, const std::vector<PipelineStageRequest>& stages,
+                Communicator& communicator, const PipelineEngineOptions& options);
 
   // Sets the order in which stages complete their gradients.
   void set_order(std::vector<size_t> places) { order_ = std::move(places); }
@@ -55,7 +55,7 @@ class RowGradients {
   void before_last_backward(size_t place) { strategies_[place].before_last_backward(); }
   void after_last_backward(size_t place);
   // Finishes the sums that need other ranks.
-  void finish_row();
+  void finish_sums();
   void end_step();
   void abandon(const std::string& why) noexcept;
 
@@ -85,7 +85,7 @@ class RowGradients {
   std::vector<at::Tensor> buffers_;
   StepGradients gradients_;
   std::shared_ptr<UnlistedGradients> unlisted_;
-  bool ends_unlisted_;  // else rows on threads share them, and RowThreads ends them
+  bool ends_unlisted_;  // else threads share them, and PipelineThreads ends them
   Step step_;
   bool buffers_may_differ_ = false;  // the last step synchronized: the next one broadcasts buffers
 };

@@ -12,7 +12,8 @@ namespace trireme {
 // names, dtypes and sizes of parameters and buffers. Collective over the communicator, and over
 // options.replicas if there are any. Throws ValueError on all ranks of all replicas where they
 // differ, or one of them cannot use what it was given.
-void agree_on_row(const PipelineSchedule& schedule, const std::vector<PipelineStageRequest>& stages,
-                  const PipelineEngineOptions& options, Communicator& communicator);
+void agree_on_pipeline(const PipelineSchedule& schedule,
+                       const std::vector<PipelineStageRequest>& stages,
+                       const PipelineEngineOptions& options, Communicator& communicator);
 
 }  // namespace trireme

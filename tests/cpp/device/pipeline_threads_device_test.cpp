@@ -1,4 +1,4 @@
-// Pipelines in one process whose rows are on devices of their own.
+// Pipelines in one process whose threads are on devices of their own.
 
 #include <trireme/module/autograd_node.h>
 #include <trireme/strategies/pipeline/pipeline.h>
@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-namespace trireme::row_threads_device_test {
+namespace trireme::pipeline_threads_device_test {
 
 using namespace trireme::test;
 using Catch::Matchers::Contains;
@@ -78,7 +78,7 @@ PipelineOptions on_devices(std::vector<c10::Device> devices) {
   return {.ranks = false, .devices = std::move(devices), .chunks = kChunks};
 }
 
-TEST_CASE("rows on devices have the gradients of plain accumulation, under every schedule") {
+TEST_CASE("threads on devices have the gradients of plain accumulation, under every schedule") {
   torch::nn::Sequential whole = net_of(kLayers);
   const at::Tensor loss = accumulate(whole);
   for (const char* schedule : {"gpipe", "1f1b", "zb-h1"}) {
@@ -98,7 +98,7 @@ TEST_CASE("rows on devices have the gradients of plain accumulation, under every
   }
 }
 
-TEST_CASE("layers stay where they are without devices, two rows on one and back") {
+TEST_CASE("layers stay where they are without devices, two threads on one and back") {
   torch::nn::Sequential whole = net_of(kLayers);
   const at::Tensor loss = accumulate(whole);
   Pipeline<> pipe(placed({0, 1, 1, 0}),
@@ -205,11 +205,11 @@ struct DetachesImpl : torch::nn::Module {
 };
 TORCH_MODULE(Detaches);
 
-TEST_CASE("a row waits for the gradient of a part of the loss that comes on another stream") {
+TEST_CASE("a thread waits for the gradient of a part of the loss that comes on another stream") {
   const torch::nn::Sequential plain = placed({0, 1});
   const auto first = std::dynamic_pointer_cast<torch::nn::LinearImpl>(plain->ptr(0));
   const auto last = std::dynamic_pointer_cast<torch::nn::LinearImpl>(plain->ptr(2));
-  // Nothing but the part has a gradient for the first row.
+  // Nothing but the part has a gradient for the first thread.
   Pipeline<> pipe(torch::nn::Sequential(first, Partly(), Detaches(), last),
                   PipelineOptions{.ranks = false,
                                   .devices = {sim_device(0), sim_device(1)},
@@ -276,4 +276,4 @@ TEST_CASE("what a pipeline on devices refuses") {
                     Contains("got '2.weight' of stage 0 on sim:1, expected it on sim:0"));
 }
 
-}  // namespace trireme::row_threads_device_test
+}  // namespace trireme::pipeline_threads_device_test

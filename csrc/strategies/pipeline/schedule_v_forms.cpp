@@ -1,4 +1,4 @@
-#include <trireme/strategies/pipeline/schedule_rows.h>
+#include <trireme/strategies/pipeline/schedule_actions.h>
 
 #include <algorithm>
 #include <array>
@@ -11,16 +11,16 @@ namespace {
 constexpr int kFirst = 0;   // the stage of a rank on the way down the V
 constexpr int kSecond = 1;  // the one on the way back
 
-// Writes the row of a rank with two stages. Each stage counts its micro-batches by itself; those
-// that the schedule does not have are counted and left out.
-class VRow {
+// Writes the actions of a rank with two stages. Each stage counts its micro-batches by itself;
+// those that the schedule does not have are counted and left out.
+class VActions {
  public:
-  VRow(const ScheduleShape& shape, int32_t rank)
+  VActions(const ScheduleShape& shape, int32_t rank)
       : micro_batches_(shape.micro_batches), stages_{rank, 2 * shape.ranks - 1 - rank} {}
 
   void add(ActionKind kind, int chunk) {
     const PipelineAction action = next(kind, chunk);
-    if (is_there(action)) row_.push_back(action);
+    if (is_there(action)) actions_.push_back(action);
   }
 
   void add_overlap(int forward, int backward) {
@@ -31,9 +31,9 @@ class VRow {
     std::erase_if(overlap.sub_actions,
                   [&](const PipelineAction& action) { return !is_there(action); });
     if (overlap.sub_actions.size() == 2) {
-      row_.push_back(std::move(overlap));
+      actions_.push_back(std::move(overlap));
     } else {
-      for (const PipelineAction& action : overlap.sub_actions) row_.push_back(action);
+      for (const PipelineAction& action : overlap.sub_actions) actions_.push_back(action);
     }
   }
 
@@ -45,7 +45,7 @@ class VRow {
   int32_t forwards(int chunk) const { return counts_[chunk].forwards; }
   int32_t inputs(int chunk) const { return counts_[chunk].inputs; }
   int32_t weights(int chunk) const { return counts_[chunk].weights; }
-  PipelineRow take_row() { return std::move(row_); }
+  RankActions take() { return std::move(actions_); }
 
  private:
   struct Counts {
@@ -79,15 +79,15 @@ class VRow {
   std::array<Counts, 2> counts_;
   std::vector<int> opened_;  // stages of I whose W comes by add_open_weight(), in their order
   size_t closed_ = 0;
-  PipelineRow row_;
+  RankActions actions_;
 };
 
-// Steps 6 to 8 of dualpipe_v_row(): what is left are backwards, and W in their last bubbles.
-void add_last_backwards(VRow& row, const ScheduleShape& shape, int32_t rank) {
+// Steps 6 to 8 of dualpipe_v_actions(): what is left are backwards, and W in their last bubbles.
+void add_last_backwards(VActions& actions, const ScheduleShape& shape, int32_t rank) {
   const int32_t half = (rank + 1) / 2;
   bool splits = false;
   const auto add_backward = [&](int chunk) {
-    row.add(splits ? ActionKind::kBackwardInput : ActionKind::kBackward, chunk);
+    actions.add(splits ? ActionKind::kBackwardInput : ActionKind::kBackward, chunk);
   };
   for (int32_t i = 0; i <= rank; ++i) {
     if (i == half && rank % 2 == 1) splits = true;
@@ -96,76 +96,78 @@ void add_last_backwards(VRow& row, const ScheduleShape& shape, int32_t rank) {
     add_backward(kFirst);
   }
   for (int32_t i = 0; i < shape.ranks - rank - 1; ++i) {
-    row.add_open_weight();
+    actions.add_open_weight();
     add_backward(kFirst);
   }
-  for (int32_t i = 0; i <= rank; ++i) row.add_open_weight();
+  for (int32_t i = 0; i <= rank; ++i) actions.add_open_weight();
 }
 
 }  // namespace
 
-PipelineRow zb_v_row(const ScheduleShape& shape, int32_t rank) {
+RankActions zb_v_actions(const ScheduleShape& shape, int32_t rank) {
   const int32_t count = std::max(2 * shape.ranks - 1, shape.micro_batches);
-  VRow row(shape, rank);
+  VActions actions(shape, rank);
   const auto add_split = [&](int chunk) {
-    row.add(ActionKind::kBackwardInput, chunk);
-    row.add(ActionKind::kBackwardWeight, chunk);
+    actions.add(ActionKind::kBackwardInput, chunk);
+    actions.add(ActionKind::kBackwardWeight, chunk);
   };
-  for (int32_t i = 0; i < 2 * (shape.ranks - rank) - 1; ++i) row.add(ActionKind::kForward, kFirst);
+  for (int32_t i = 0; i < 2 * (shape.ranks - rank) - 1; ++i)
+    actions.add(ActionKind::kForward, kFirst);
   for (int32_t i = 0; i < rank; ++i) {
-    row.add(ActionKind::kForward, kSecond);
-    row.add(ActionKind::kForward, kFirst);
+    actions.add(ActionKind::kForward, kSecond);
+    actions.add(ActionKind::kForward, kFirst);
   }
   for (int32_t i = 0; i < shape.ranks - rank; ++i) {
-    row.add(ActionKind::kForward, kSecond);
+    actions.add(ActionKind::kForward, kSecond);
     add_split(kSecond);
   }
-  while (row.forwards(kSecond) < row.forwards(kFirst) || row.forwards(kFirst) < count) {
-    if (row.forwards(kFirst) < count) row.add(ActionKind::kForward, kFirst);
+  while (actions.forwards(kSecond) < actions.forwards(kFirst) || actions.forwards(kFirst) < count) {
+    if (actions.forwards(kFirst) < count) actions.add(ActionKind::kForward, kFirst);
     add_split(kFirst);
-    row.add(ActionKind::kForward, kSecond);
+    actions.add(ActionKind::kForward, kSecond);
     add_split(kSecond);
   }
   for (int32_t i = 0; i < rank; ++i) {
-    row.add(ActionKind::kBackwardInput, kFirst);
-    row.add(ActionKind::kBackwardInput, kSecond);
+    actions.add(ActionKind::kBackwardInput, kFirst);
+    actions.add(ActionKind::kBackwardInput, kSecond);
   }
   for (int32_t i = 0; i < shape.ranks - rank; ++i) add_split(kFirst);
   for (const int chunk : {kSecond, kFirst}) {
-    while (row.weights(chunk) < row.inputs(chunk)) row.add(ActionKind::kBackwardWeight, chunk);
+    while (actions.weights(chunk) < actions.inputs(chunk))
+      actions.add(ActionKind::kBackwardWeight, chunk);
   }
-  return row.take_row();
+  return actions.take();
 }
 
-PipelineRow dualpipe_v_row(const ScheduleShape& shape, int32_t rank) {
+RankActions dualpipe_v_actions(const ScheduleShape& shape, int32_t rank) {
   const int32_t count = std::max(2 * shape.ranks, shape.micro_batches);
   const int32_t behind = shape.ranks - rank - 1;
-  VRow row(shape, rank);
-  for (int32_t i = 0; i < 2 * behind; ++i) row.add(ActionKind::kForward, kFirst);
+  VActions actions(shape, rank);
+  for (int32_t i = 0; i < 2 * behind; ++i) actions.add(ActionKind::kForward, kFirst);
   for (int32_t i = 0; i <= rank; ++i) {
-    row.add(ActionKind::kForward, kFirst);
-    row.add(ActionKind::kForward, kSecond);
+    actions.add(ActionKind::kForward, kFirst);
+    actions.add(ActionKind::kForward, kSecond);
   }
   for (int32_t i = 0; i < behind; ++i) {
-    row.add(ActionKind::kBackwardInput, kSecond);
-    row.add_open_weight();
-    row.add(ActionKind::kForward, kSecond);
+    actions.add(ActionKind::kBackwardInput, kSecond);
+    actions.add_open_weight();
+    actions.add(ActionKind::kForward, kSecond);
   }
   for (int32_t i = 0; i < count - 2 * shape.ranks + rank + 1; ++i) {
     if (i == 0 && behind == 0) {  // the last rank has both at hand: one after the other is shorter
-      row.add(ActionKind::kForward, kFirst);
-      row.add(ActionKind::kBackward, kSecond);
+      actions.add(ActionKind::kForward, kFirst);
+      actions.add(ActionKind::kBackward, kSecond);
     } else {
-      row.add_overlap(kFirst, kSecond);
+      actions.add_overlap(kFirst, kSecond);
     }
-    row.add_overlap(kSecond, kFirst);
+    actions.add_overlap(kSecond, kFirst);
   }
   for (int32_t i = 0; i < behind; ++i) {
-    row.add(ActionKind::kBackward, kSecond);
-    row.add_overlap(kSecond, kFirst);
+    actions.add(ActionKind::kBackward, kSecond);
+    actions.add_overlap(kSecond, kFirst);
   }
-  add_last_backwards(row, shape, rank);
-  return row.take_row();
+  add_last_backwards(actions, shape, rank);
+  return actions.take();
 }
 
 }  // namespace trireme
