@@ -14,7 +14,7 @@ from typing import Any
 
 from readme_rows import ROWS
 from readme_steps import steps_of
-from readme_tables import PATH, TEMPLATES, Json, Where, found, items, look, text
+from readme_tables import PATH, TEMPLATES, Json, Keys, Where, found, items, look, text
 
 TABLE = (
     "| run | what | missed: result (goal) | why it is missed | met: result (goal) |",
@@ -48,21 +48,26 @@ class Goal:
                     shown = {**shown, "us": look(results, where[:-2])["times_us"][where[-1]]}
                 yield {**shown, "where": where, "verdict": verdict}
 
-    def said(self, rows: Sequence[Json]) -> str:
-        return "; ".join(map(self._result, rows))
+    def said(self, rows: Sequence[Json], keys: Keys) -> str:
+        return "; ".join(self._result(row, keys) for row in rows)
 
-    def _result(self, row: Json) -> str:
+    def _result(self, row: Json, keys: Keys) -> str:
         low, high = row.get("quartiles", (1, 0))
         noise = "within noise" if "noise" in row["verdict"] else ""
         spread = "between quartiles" if missed(row) and low <= row.get("target", 0) <= high else ""
-        beside = "; ".join(filter(None, [text(self.goal, row), noise, spread]))
-        return f"{text(self.case, row)}: {text(self.result, row)} ({beside})"
+        beside = "; ".join(filter(None, [text(self.goal, row, keys), noise, spread]))
+        return f"{text(self.case, row, keys)}: {text(self.result, row, keys)} ({beside})"
 
     def reason(self, rows: Missed) -> str:
-        said = self.why
-        for name, why in WHYS.items():
-            said = said.replace(name, why(rows)) if name in said else said
-        return said
+        def said(shown: re.Match[str]) -> str:
+            if shown[0] not in WHYS:
+                raise ValueError(
+                    f"[readme] got {shown[0]} in benchmarks/pages/goals.md, expected one of "
+                    f"{', '.join(WHYS)}. Correct the name."
+                )
+            return WHYS[shown[0]](rows)
+
+        return re.sub(r"\{\w+\}", said, self.why)
 
 
 def missed(row: Json) -> bool:
@@ -139,21 +144,27 @@ def declared() -> Iterator[Goal]:
         yield Goal(file, path, conditions, by, what, case, result, goal, why.strip())
 
 
-def _groups(files: Mapping[str, Json]) -> Iterator[tuple[Goal, str, list[Json]]]:
+def _groups(files: Mapping[str, Json]) -> Iterator[tuple[Goal, str, list[Json], Keys]]:
     for goal in declared():
         groups: dict[str, list[Json]] = {}
+        keys = Keys("goals", goal.file)
         for row in goal.rows(files.get(goal.file, {})):
-            groups.setdefault(text(goal.what, row), []).append(row)
-        yield from ((goal, what, rows) for what, rows in groups.items())
+            groups.setdefault(text(goal.what, row, keys), []).append(row)
+        yield from ((goal, what, rows, keys) for what, rows in groups.items())
 
 
 def goals(files: Mapping[str, Json]) -> Iterator[str]:
-    """Yields the table, rows with misses first."""
+    """Yields the table, rows with misses first.
+
+    Raises:
+        ValueError: a key that no row has.
+    """
     lines: dict[bool, list[str]] = {True: [], False: []}
-    for goal, what, rows in _groups(files):
+    for goal, what, rows, keys in _groups(files):
         bad, good = [*filter(missed, rows)], [row for row in rows if not missed(row)]
         why = goal.reason(bad) if bad else ""
-        cells = (f"`{goal.file}`", what, goal.said(bad), why, goal.said(good))
+        cells = (f"`{goal.file}`", what, goal.said(bad, keys), why, goal.said(good, keys))
+        keys.check()
         lines[bool(bad)].append("| " + " | ".join(cells) + " |")
     if any(lines.values()):
         yield "\n".join([*TABLE, *lines[True], *lines[False]])
@@ -162,7 +173,7 @@ def goals(files: Mapping[str, Json]) -> Iterator[str]:
 def lacking(files: Mapping[str, Json]) -> Iterator[str]:
     """Yields which targets have no row, and which missed ones no reason."""
     shown: dict[str, list[Where]] = {}
-    for goal, what, rows in _groups(files):
+    for goal, what, rows, _ in _groups(files):
         shown.setdefault(goal.file, []).extend(row["where"] for row in rows)
         bad = [*filter(missed, rows)]
         if bad and not goal.reason(bad):

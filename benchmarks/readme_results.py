@@ -93,7 +93,8 @@ def written(name: str, region: str = "results") -> str:
     if region == "goals":
         blocks = [*goals(files)]
     else:
-        blocks = [*filled(PAGES[name], {**files, "all": files}, ROWS, TEXTS)]
+        found = filled(PAGES[name], {**files, "all": files}, ROWS, TEXTS, complete=True)
+        blocks = [*found]
     return "\n" + "\n\n".join(blocks or [NOTHING]) + "\n\n"
 
 

@@ -14,8 +14,8 @@ one above the table. A part without a path has all the file to show. A format sh
     a ratio            as its median, in `{ratio:.2f}`; `{ratio:ratio}` adds quartiles
     its inverse        `{ratio:1/.0%}`; `{ratio:times}` with quartiles: how many times faster
 
-A cell, or a line of text, with a value that is not there is empty. Texts see the file and what
-readme_rows.py adds to it.
+A cell, or a line of text, with a value that is not there is empty; of all results that are
+committed a row of the part has to have it. Texts see the file and what readme_rows.py adds to it.
 """
 
 from __future__ import annotations
@@ -42,11 +42,46 @@ class NotThere(Exception):
     """A row, or a file, has no such value."""
 
 
+class _NoSuchKey(NotThere):
+    pass
+
+
+class Keys:
+    """The keys that a part of a template shows, and which of them a row has."""
+
+    def __init__(self, template: str, file: str) -> None:
+        self._template, self._file = template, file
+        self._known: dict[str, bool] = {}
+
+    def note(self, key: str, known: bool) -> None:
+        self._known[key] = self._known.get(key, False) or known
+
+    def check(self) -> None:
+        """Raises ValueError for a key that no row has."""
+        for key, known in self._known.items():
+            if not known:
+                raise ValueError(
+                    f"[readme] got {{{key}}} in benchmarks/pages/{self._template}.md, expected a "
+                    f"key of rows of {self._file}.json. Correct the key."
+                )
+
+
 class _Formatter(string.Formatter):
+    def __init__(self, keys: Keys | None) -> None:
+        self._keys = keys
+
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
         value: Any = kwargs
-        for key in re.findall(r"[^\[\]]+", field_name):
-            value = _item(value, key)
+        known = True
+        try:
+            for key in re.findall(r"[^\[\]]+", field_name):
+                value = _item(value, key)
+        except _NoSuchKey:
+            known = False
+            raise
+        finally:
+            if self._keys is not None:
+                self._keys.note(field_name, known)
         return value, field_name
 
     def format_field(self, value: Any, format_spec: str) -> str:
@@ -65,7 +100,7 @@ def _item(value: Any, key: str) -> Any:
     try:
         item = value[int(key)] if isinstance(value, list) else value[key]
     except (KeyError, TypeError):
-        raise NotThere from None
+        raise _NoSuchKey from None
     if item is None:
         raise NotThere
     return item
@@ -80,19 +115,21 @@ def _ratio_text(ratio: Json, spec: str) -> str:
     return format(1 / median, spec[2:]) if spec.startswith("1/") else format(median, spec)
 
 
-def text(shown: str, row: Json) -> str:
+def text(shown: str, row: Json, keys: Keys | None = None) -> str:
     """Returns what a format says of a row: nothing if a value is not there."""
     try:
-        return _Formatter().vformat(shown, (), row)
+        return _Formatter(keys).vformat(shown, (), row)
     except NotThere:
         return ""
 
 
-def found(results: Json, path: str, conditions: str | None = None) -> Iterator[tuple[Where, Json]]:
+def found(
+    results: Json, path: str, conditions: str | None = None, keys: Keys | None = None
+) -> Iterator[tuple[Where, Json]]:
     """Yields where a row is, and the row, in which `all` is the whole file."""
     tests = [IS.split(condition) for condition in (conditions or "").split(" and ") if condition]
     for where, row in _walk(results, path.split("/") if path else [], (), {"all": results}):
-        values = [(text(f"{{{key}}}", row), verb, value) for key, verb, value in tests]
+        values = [(text(f"{{{key}}}", row, keys), verb, value) for key, verb, value in tests]
         if all(got == v if verb == "is" else got.startswith(v) for got, verb, v in values):
             yield where, row
 
@@ -138,50 +175,68 @@ class _With(dict[str, Any]):
         self._texts = texts
 
     def __missing__(self, key: str) -> str:
-        if key not in self._texts or not (said := self._texts[key](self)):
+        if key not in self._texts:
+            raise _NoSuchKey
+        try:
+            said = self._texts[key](self)
+        except _NoSuchKey:  # what it looks for, not it
+            raise NotThere from None
+        if not said:
             raise NotThere
         return str(said)
 
 
-def filled(name: str, files: Mapping[str, Json], rows_by: Adds, texts: Adds) -> Iterator[str]:
-    """Yields the blocks of a template, those that have something to say."""
+def filled(
+    name: str,
+    files: Mapping[str, Json],
+    rows_by: Adds,
+    texts: Adds,
+    *,
+    complete: bool = False,
+) -> Iterator[str]:
+    """Yields the blocks of a template, those that have something to say.
+
+    Raises:
+        ValueError: a key that no row of its part has, if the results are ``complete``.
+    """
     _, *parts = HEAD.split((TEMPLATES / f"{name}.md").read_text())
     for file, path, conditions, by, body in zip(*[iter(parts)] * 5, strict=True):
         if file in files:
-            results = _With(files[file], texts)
-            rows: Iterable[Json] = (row for _, row in found(results, path, conditions))
+            results, keys = _With(files[file], texts), Keys(name, file)
+            rows: Iterable[Json] = (row for _, row in found(results, path, conditions, keys))
             if by:
                 rows = itertools.chain.from_iterable(map(rows_by[by], rows))
-            yield from filter(None, _part(body.strip().split("\n\n"), results, rows))
+            yield from filter(None, _part(body.strip().split("\n\n"), results, rows, keys))
+            if complete:
+                keys.check()
 
 
-def _part(blocks: Sequence[str], results: _With, rows: Iterable[Json]) -> Iterator[str]:
+def _part(blocks: Sequence[str], results: _With, rows: Iterable[Json], keys: Keys) -> Iterator[str]:
     place = next((i for i, block in enumerate(blocks) if block.startswith("|")), None)
     if place is None:
-        yield from (_lines(block, results) for block in blocks)
+        yield from (_lines(block, results, keys) for block in blocks)
         return
 
     def above(row: Json) -> str:
-        return "\n\n".join(text(block, {**results, **row}) for block in blocks[:place])
+        return "\n\n".join(text(block, {**results, **row}, keys) for block in blocks[:place])
 
     grouped = [(title, list(group)) for title, group in itertools.groupby(rows, above)]
     for title, group in grouped:
         yield title
-        yield _table(blocks[place], results, group)
+        yield _table(blocks[place], results, group, keys)
     if grouped:
-        yield from (_lines(block, results) for block in blocks[place + 1 :])
+        yield from (_lines(block, results, keys) for block in blocks[place + 1 :])
 
 
-def _table(template: str, results: Json, rows: Sequence[Json]) -> str:
+def _table(template: str, results: Json, rows: Sequence[Json], keys: Keys) -> str:
     head, rule, cells = template.split("\n")
-    return "\n".join(
-        [_cells(head, {**results, **rows[0]}), rule, *(_cells(cells, r) for r in rows)]
-    )
+    first = _cells(head, {**results, **rows[0]}, keys)
+    return "\n".join([first, rule, *(_cells(cells, row, keys) for row in rows)])
 
 
-def _cells(line: str, row: Json) -> str:
-    return "| " + " | ".join(text(cell, row) for cell in line[2:-2].split(" | ")) + " |"
+def _cells(line: str, row: Json, keys: Keys) -> str:
+    return "| " + " | ".join(text(cell, row, keys) for cell in line[2:-2].split(" | ")) + " |"
 
 
-def _lines(block: str, results: _With) -> str:
-    return "\n".join(filter(None, (text(line, results) for line in block.split("\n"))))
+def _lines(block: str, results: _With, keys: Keys) -> str:
+    return "\n".join(filter(None, (text(line, results, keys) for line in block.split("\n"))))

@@ -9,6 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
+import readme_goals
 import readme_results
 from readme_goals import goals, lacking
 from readme_rows import added_by_averaging, added_by_distance, added_per_gradient
@@ -68,6 +69,27 @@ def test_the_check_fails_where_a_goal_is_lacking(
     monkeypatch.setattr(readme_results, "PAGES", {})
     assert readme_results.main(["--check"]) == 1
     assert "got 0 rows for the target part of new.json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ("{zone}", r"got {zone} in benchmarks/pages/goals.md, expected a key of rows of new.json"),
+        ("{why}", r"got {why} in benchmarks/pages/goals.md, expected one of {idle}"),
+    ],
+)
+def test_a_mistyped_key_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: str, text: str
+) -> None:
+    cells = ("new: part", "what", "case", "{median}", "{target:g}", "")
+    row = " | ".join(
+        wrong if cell == ("" if "why" in wrong else "case") else cell for cell in cells
+    )
+    (tmp_path / "goals.md").write_text(f"| head |\n| --- |\n| {row} |\n")
+    monkeypatch.setattr(readme_goals, "TEMPLATES", tmp_path)
+    part = {"median": 2.0, "target": 1.0, "verdict": "missed"}
+    with pytest.raises(ValueError, match=text):
+        rows({"new": {"part": part}})
 
 
 def test_a_pipeline_is_bounded_by_its_arithmetic() -> None:

@@ -1,11 +1,15 @@
 """The lines of README's summary: they say what the JSON says, also where it is unpleasant."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
+import readme_tables
 from readme_rows import ROWS, TEXTS, measured_on, memory_beside_fsdp2, slower
 from readme_tables import filled
 
@@ -70,6 +74,37 @@ def test_what_is_not_there_leaves_a_cell_or_a_line_empty() -> None:
     assert "| 1 process x 2 threads |  |  |  |  |  |" in page[1]
     assert "2 cores of a CPU" in page[2]
     assert list(filled("remote", {"pipeline": {}}, ROWS, TEXTS)) == []
+
+
+@pytest.mark.parametrize(
+    ("head", "cell", "wrong"),
+    [
+        ("runs", "{median:.1f} | {zone}", "zone"),
+        ("runs", "{in_runs[zone]}", "in_runs[zone]"),
+        ("runs where zone is a", "{median}", "zone"),
+    ],
+)
+def test_a_mistyped_key_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, head: str, cell: str, wrong: str
+) -> None:
+    (tmp_path / "page.md").write_text(f"<!-- new: {head} -->\n| a |\n| --- |\n| {cell} |\n")
+    monkeypatch.setattr(readme_tables, "TEMPLATES", tmp_path)
+    results = {"new": {"runs": [{"median": 1.0}, {"median": None}]}}
+    where = re.escape(
+        f"{{{wrong}}} in benchmarks/pages/page.md, expected a key of rows of new.json"
+    )
+    with pytest.raises(ValueError, match=where):
+        list(filled("page", results, {}, {}, complete=True))
+
+
+def test_a_key_that_some_rows_have_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = "<!-- new: runs -->\n| a |\n| --- |\n| {a} | {b} |\n\n{said}\n"
+    (tmp_path / "page.md").write_text(page)
+    monkeypatch.setattr(readme_tables, "TEMPLATES", tmp_path)
+    results = {"new": {"runs": [{"a": 1}, {"a": 2, "b": None}]}}
+    texts = {"said": lambda found: found["nothing"]}
+    (table,) = filled("page", results, {}, texts, complete=True)
+    assert table.splitlines()[2:] == ["| 1 |  |", "| 2 |  |"]
 
 
 def test_the_slowest_rank_says_how_soon_a_death_is_known() -> None:
