@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-_PLAIN = (str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device)
-_SEQUENCES = (list, tuple, set, frozenset, deque)
+from trireme._core.nested import PLAIN, children
 
 
 def find_tensors(output: Any) -> tuple[list[torch.Tensor], bool]:
@@ -30,17 +28,23 @@ def find_tensors(output: Any) -> tuple[list[torch.Tensor], bool]:
         item = pending.pop()
         if isinstance(item, torch.Tensor):
             tensors.append(item)
-        elif isinstance(item, _PLAIN) or id(item) in seen:
+        elif isinstance(item, PLAIN) or id(item) in seen:
             continue
-        elif isinstance(item, Mapping):
-            pending += item.values()
-        elif isinstance(item, _SEQUENCES):
-            pending += item
-        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
-            pending += [getattr(item, field.name) for field in dataclasses.fields(item)]
-        elif isinstance(item, (nn.Module, type)) or callable(item) or not hasattr(item, "__dict__"):
+        elif (held := _held_by(item)) is None:
             all_found = False
         else:
-            pending += vars(item).values()
+            pending += held
         seen.add(id(item))
     return tensors, all_found
+
+
+def _held_by(item: Any) -> Iterable[Any] | None:
+    """What may hold tensors in ``item``; None where that cannot be said."""
+    if isinstance(item, (set, frozenset, deque)):
+        return item
+    held = children(item)
+    if held is not None:
+        return held
+    if isinstance(item, (nn.Module, type)) or callable(item) or not hasattr(item, "__dict__"):
+        return None
+    return vars(item).values()

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trireme._core.nested import map_tensors, tensors_in
 from trireme._pipeline import refuse
 from trireme._pipeline.measure import measure_layers
-from trireme._pipeline.micro_batches import map_tensors, tensors_in
 from trireme._pipeline.schedule import partition
 
 

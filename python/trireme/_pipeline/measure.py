@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from trireme._core.find_tensors import find_tensors
+from trireme._core.nested import map_tensors, tensors_in
 from trireme._pipeline import AREA, refuse
-from trireme._pipeline.micro_batches import map_tensors, tensors_in
 from trireme._pipeline.skips import keeping_skips
 
 _RUNS = 5

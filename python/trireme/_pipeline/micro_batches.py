@@ -2,47 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from trireme import _C
+from trireme._core.nested import children, children_like, labels, map_tensors, rebuilt, tensors_in
 from trireme._pipeline import refuse
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Returns ``value`` with its tensors changed.
-
-    Looks into tuples, lists, dicts, named tuples and dataclasses; all else stays as it is.
-    """
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)._make(map_tensors(item, change) for item in value)  # type: ignore[attr-defined]
-    if type(value) in (tuple, list):
-        return type(value)(map_tensors(item, change) for item in value)
-    if isinstance(value, dict):
-        changed = copy.copy(value)  # keeps a subclass, and what its default is
-        for key, item in value.items():
-            changed[key] = map_tensors(item, change)
-        return changed
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        made = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(made, field.name, map_tensors(getattr(value, field.name), change))
-        return made
-    return value
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Returns the tensors that :func:`map_tensors` changes."""
-    found: list[Tensor] = []
-    map_tensors(value, found.append)
-    return found
 
 
 class BatchCut:
@@ -61,7 +29,7 @@ class BatchCut:
         self._cut: dict[int, tuple[Tensor, Sequence[Tensor]]] = {}
         rows: dict[int, str] = {}
         for name, value in batch.items():
-            for tensor in [value] if isinstance(value, Tensor) else tensors_in(value):
+            for tensor in tensors_in(value):
                 if tensor.dim() > 0:  # a number goes to every micro-batch
                     rows.setdefault(self._rows_of(tensor, name), name)
         if len(rows) != 1:
@@ -122,31 +90,33 @@ def merge(outputs: Sequence[Any], dim: int, where: str = "the output") -> Any:
         _refuse_merge(where, f"types {names}")
     if isinstance(first, Tensor):
         return _merge_tensors(outputs, dim, where)
-    if isinstance(first, tuple | list):
-        if any(len(output) != len(first) for output in outputs):
-            _refuse_merge(where, f"lengths {sorted({len(output) for output in outputs})}")
+    if children(first) is not None:
+        columns = _columns(outputs, where)
         merged = [
-            merge([output[i] for output in outputs], dim, f"{where}[{i}]")
-            for i in range(len(first))
+            merge(group, dim, where + label)
+            for label, *group in zip(labels(first), *columns, strict=True)
         ]
-        make: Any = type(first)
-        return make._make(merged) if hasattr(first, "_fields") else make(merged)
-    if isinstance(first, dict):
-        if any(output.keys() != first.keys() for output in outputs):
-            _refuse_merge(where, "keys")
-        changed = copy.copy(first)
-        for key in first:
-            changed[key] = merge([output[key] for output in outputs], dim, f"{where}[{key!r}]")
-        return changed
-    if dataclasses.is_dataclass(first):
-        made = copy.copy(first)
-        for field in dataclasses.fields(first):
-            parts = [getattr(output, field.name) for output in outputs]
-            object.__setattr__(made, field.name, merge(parts, dim, f"{where}.{field.name}"))
-        return made
+        return rebuilt(first, merged)
     if any(output != first and not (output != output and first != first) for output in outputs):
         _refuse_merge(where, f"values {first!r} and others")
     return first
+
+
+def _columns(outputs: Sequence[Any], where: str) -> list[Sequence[Any]]:
+    """Returns what each output holds, all in the order of the first."""
+    columns: list[Sequence[Any]] = []
+    for output in outputs:
+        held = children_like(output, outputs[0])
+        if held is None:
+            _refuse_merge(where, _difference(outputs))
+        columns.append(held)
+    return columns
+
+
+def _difference(outputs: Sequence[Any]) -> str:
+    if isinstance(outputs[0], tuple | list):
+        return f"lengths {sorted({len(output) for output in outputs})}"
+    return "keys" if isinstance(outputs[0], Mapping) else "fields"
 
 
 def _merge_tensors(outputs: Sequence[Tensor], dim: int, where: str) -> Tensor:
@@ -159,10 +129,9 @@ def _merge_tensors(outputs: Sequence[Tensor], dim: int, where: str) -> Tensor:
         return torch.cat(list(outputs), dim)
     except (RuntimeError, IndexError):
         _refuse_merge(where, f"sizes {sorted({tuple(output.shape) for output in outputs})}")
-        raise
 
 
-def _refuse_merge(where: str, what: str) -> None:
+def _refuse_merge(where: str, what: str) -> NoReturn:
     refuse(
         f"got outputs of micro-batches that cannot be put together: {where} has {what}",
         "Return tensors that are alike but for the rows, or pass a target for a loss.",

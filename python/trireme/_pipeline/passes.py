@@ -11,7 +11,8 @@ from torch import Tensor
 
 from trireme import _C
 from trireme._C import BatchVersions, CallTurn, PipelinePass, PipelineThreads
-from trireme._pipeline.micro_batches import BatchCut, map_tensors, tensors_in
+from trireme._core.nested import map_tensors, tensors_in
+from trireme._pipeline.micro_batches import BatchCut
 from trireme._pipeline.stages import MicroBatches, StageCalls
 from trireme._pipeline.values import one_or_text, put_together
 

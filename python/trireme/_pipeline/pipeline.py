@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trireme import _C
 from trireme._C import Communicator, PipelineEngine, PipelineThreads
 from trireme._core.group_communicator import communicator_of
+from trireme._core.nested import tensors_in
 from trireme._core.owners import note_stages
 from trireme._pipeline import AREA, refuse
 from trireme._pipeline.agreement import agree
@@ -21,7 +22,7 @@ from trireme._pipeline.cut import Cut, schedule_of, stages_of
 from trireme._pipeline.deferred_batch_norm import defer, whole_batch
 from trireme._pipeline.expected_calls import ExpectedCalls
 from trireme._pipeline.groups import groups_of
-from trireme._pipeline.micro_batches import BatchCut, merge, tensors_in
+from trireme._pipeline.micro_batches import BatchCut, merge
 from trireme._pipeline.passes import cut_for_pass, is_tensors, run_pass
 from trireme._pipeline.scaler import ScalesLosses
 from trireme._pipeline.schedule import Checkpoint, PipelineSchedule, Times
@@ -304,7 +305,7 @@ class Pipeline(ScalesLosses, nn.Module):
         """Runs forwards and backwards of a batch; adds to ``.grad`` of this rank's parameters.
 
         Each rank gives the whole batch. It is cut as ``torch.tensor_split`` does: tensors in
-        tuples, lists, dicts and dataclasses too, while numbers and other objects go to every
+        tuples, lists, mappings and dataclasses too, while numbers and other objects go to every
         micro-batch as they are.
 
         Args:

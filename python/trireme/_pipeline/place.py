@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trireme._core.nested import map_tensors
 from trireme._pipeline import AREA, refuse
-from trireme._pipeline.micro_batches import map_tensors
 from trireme._pipeline.schedule import partition
 
 Device = torch.device | str | int

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from trireme import _C
 from trireme._C import BatchVersions, Communicator, DeferredSync
 from trireme._core.errors import note, text_of
+from trireme._core.nested import map_tensors, tensors_in
 from trireme._core.sent_gradients import sends_gradients
 from trireme._pipeline import refuse
 from trireme._pipeline.agreement import agree
 from trireme._pipeline.measure import measure_layers
-from trireme._pipeline.micro_batches import map_tensors, tensors_in
 from trireme._pipeline.schedule import partition
 from trireme._pipeline.strategies import Strategies
 from trireme._pipeline.values import Text, put_together, take_apart

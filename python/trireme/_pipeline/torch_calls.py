@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from trireme import _C
 from trireme._C import BatchVersions
+from trireme._core.nested import map_tensors, tensors_in
 from trireme._pipeline import refuse
-from trireme._pipeline.micro_batches import map_tensors, tensors_in
 from trireme._pipeline.skips import SkipsOf, skips_of
 from trireme._pipeline.torch_stage import call_submod
 from trireme._pipeline.values import Text, put_together, take_apart

@@ -15,8 +15,8 @@ from torch.distributed.pipelining.microbatch import (
 )
 
 from trireme._C import BatchVersions
+from trireme._core.nested import map_tensors, tensors_in
 from trireme._pipeline import refuse
-from trireme._pipeline.micro_batches import map_tensors, tensors_in
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from trireme import _C
 from trireme._C import CallTurn, Communicator, PipelineEngine, PipelineStageRequest
 from trireme._core.group_communicator import communicator_of
+from trireme._core.nested import tensors_in
 from trireme._core.sent_gradients import sends_gradients
 from trireme._pipeline import AREA, refuse
 from trireme._pipeline.agreement import agree
-from trireme._pipeline.micro_batches import tensors_in
 from trireme._pipeline.schedule import PipelineSchedule
 from trireme._pipeline.skips import pair_skips
 from trireme._pipeline.stages import HeldTensors, are_same, held_by, refuse_misplaced, with_causes

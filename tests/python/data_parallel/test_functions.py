@@ -11,7 +11,7 @@ from trireme._data_parallel.parallel_apply import data_parallel, parallel_apply
 from trireme._data_parallel.replicate import replicate
 from trireme.scatter_gather import gather, scatter, scatter_kwargs
 
-from data_parallel.containers import KINDS, Pair, Record
+from harness.containers import KINDS, Pair, Record
 
 CPUS = ["cpu", "cpu"]
 

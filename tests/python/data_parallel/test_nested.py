@@ -15,7 +15,7 @@ from trireme._data_parallel.nested import (
     with_tensors,
 )
 
-from data_parallel.containers import KINDS, LossOutput, Pair, Record, own_list, tagged
+from harness.containers import KINDS, LossOutput, Pair, Record, own_list, tagged
 
 NAMES = ["replica 0 of 2 (cpu)", "replica 1 of 2 (cpu)"]
 

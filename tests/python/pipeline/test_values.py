@@ -11,9 +11,11 @@ import torch
 import trireme
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from trireme._pipeline.micro_batches import BatchCut, merge, tensors_in
+from trireme._core.nested import tensors_in
+from trireme._pipeline.micro_batches import BatchCut, merge
 from trireme._pipeline.values import put_together, take_apart
 
+from harness.containers import KINDS, Record
 from harness.faults import message_of
 from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from pipeline.ranks import FORMS, WIDTH, accumulate, rows
@@ -148,6 +150,36 @@ def test_batches_are_cut_as_tensor_split_cuts() -> None:
         assert torch.equal(joined, T)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_containers_of_each_kind_are_cut_and_put_together(kind: str) -> None:
+    pack, unpack = KINDS[kind]
+    left, right = rows(0, 4), rows(1, 4)
+    value = pack(left, right)
+    pieces = BatchCut({"x": value}, 2, 0).cut(value)
+    assert all(type(piece) is type(value) for piece in pieces)
+    for number, piece in enumerate(pieces):
+        for part, whole in zip(unpack(piece), (left, right), strict=True):
+            assert torch.equal(part, whole.chunk(2)[number])
+    merged = merge(pieces, 0)
+    assert type(merged) is type(value)
+    assert all(map(torch.equal, unpack(merged), (left, right)))
+
+
+def test_each_micro_batch_has_empty_containers_of_its_own() -> None:
+    """What a layer puts into one is of one micro-batch."""
+    value = (rows(0, 2), [], {})
+    first, second = BatchCut({"x": value}, 2, 0).cut(value)
+    assert first[1:] == second[1:] == ([], {})
+    assert len({id(value[1]), id(first[1]), id(second[1])}) == 3
+    assert len({id(value[2]), id(first[2]), id(second[2])}) == 3
+
+
+def _late() -> Record:
+    made = Record(T, "x", T)
+    made.late = 1
+    return made
+
+
 @pytest.mark.parametrize(
     ("outputs", "part"),
     [
@@ -158,6 +190,8 @@ def test_batches_are_cut_as_tensor_split_cuts() -> None:
         ([{"a": 1}, {"a": 2}], "the output['a'] has values 1"),
         ([{"a": 1}, {"b": 1}], "keys"),
         ([[T], [T.double()]], "the output[0] has dtypes"),
+        ([Pair(T, 1), Pair(T, 2)], "the output.right has values 1"),
+        ([Record(T, "x", T), _late()], "the output has fields"),
     ],
 )
 def test_outputs_that_cannot_be_merged(outputs: Any, part: str) -> None:
