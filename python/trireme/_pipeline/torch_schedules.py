@@ -11,7 +11,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from trireme._pipeline import refuse
 from trireme._pipeline.schedule import PipelineSchedule, pipeline_schedule
-from trireme._pipeline.torch_runtime import Lookahead, _PipelineScheduleRuntime
+from trireme._pipeline.torch_runtime import _PipelineScheduleRuntime
+from trireme._pipeline.torch_signature import as_in_torch
 from trireme._pipeline.torch_steps import ArgsSpec, KwargsSpec, Loss, MergeSpec, Steps
 
 
@@ -59,38 +60,9 @@ class _Form(_PipelineScheduleRuntime):
     _splits_backward = False
     _is_v = False
 
-    def __init__(
-        self,
-        stages: list[Any],
-        n_microbatches: int,
-        loss_fn: Loss = None,
-        args_chunk_spec: ArgsSpec = None,
-        kwargs_chunk_spec: KwargsSpec = None,
-        output_merge_spec: MergeSpec = None,
-        scale_grads: bool = True,
-        backward_requires_autograd: bool = True,
-        defer_pp_recv: bool = False,
-        max_active_stages: int = 3,
-        unshard_lookahead: Lookahead = "full",
-        *,
-        defer_reduce_grad_wait: bool = False,
-        max_outstanding_sends: int | None = None,
-    ) -> None:
-        super().__init__(
-            stages,
-            n_microbatches,
-            loss_fn,
-            args_chunk_spec,
-            kwargs_chunk_spec,
-            output_merge_spec,
-            scale_grads=scale_grads,
-            backward_requires_autograd=backward_requires_autograd,
-            defer_pp_recv=defer_pp_recv,
-            max_active_stages=max_active_stages,
-            unshard_lookahead=unshard_lookahead,
-            defer_reduce_grad_wait=defer_reduce_grad_wait,
-            max_outstanding_sends=max_outstanding_sends,
-        )
+    @as_in_torch(_torchs.ScheduleInterleaved1F1B.__init__)  # that of the others is the same
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
         if self._splits_backward:
             _refuse_compiled(self._held, type(self).__name__)
         held = self.n_local_stages
@@ -104,7 +76,7 @@ class _Form(_PipelineScheduleRuntime):
             pipeline_schedule(
                 self._form,
                 ranks=self.pp_group_size,
-                micro_batches=n_microbatches,
+                micro_batches=self._n_microbatches,
                 stages_per_rank=held,
             )
         )
@@ -115,34 +87,9 @@ class ScheduleLoopedBFS(_Form, _torchs.ScheduleLoopedBFS):
 
     _form = "looped-bfs"
 
-    def __init__(
-        self,
-        stages: list[Any],
-        n_microbatches: int,
-        loss_fn: Loss = None,
-        output_merge_spec: MergeSpec = None,
-        scale_grads: bool = True,
-        backward_requires_autograd: bool = True,
-        defer_pp_recv: bool = False,
-        max_active_stages: int = 3,
-        unshard_lookahead: Lookahead = "full",
-        *,
-        defer_reduce_grad_wait: bool = False,
-        max_outstanding_sends: int | None = None,
-    ) -> None:
-        super().__init__(
-            stages,
-            n_microbatches,
-            loss_fn,
-            output_merge_spec=output_merge_spec,
-            scale_grads=scale_grads,
-            backward_requires_autograd=backward_requires_autograd,
-            defer_pp_recv=defer_pp_recv,
-            max_active_stages=max_active_stages,
-            unshard_lookahead=unshard_lookahead,
-            defer_reduce_grad_wait=defer_reduce_grad_wait,
-            max_outstanding_sends=max_outstanding_sends,
-        )
+    @as_in_torch(_torchs.ScheduleLoopedBFS.__init__)
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
 
 
 class ScheduleInterleaved1F1B(_Form, _torchs.ScheduleInterleaved1F1B):

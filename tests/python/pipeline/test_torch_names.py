@@ -18,6 +18,7 @@ from torch.distributed import pipelining as torch_pipelining
 from torch.distributed.pipelining import _backward as torch_backward
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn.functional import mse_loss
+from trireme._pipeline.torch_signature import as_in_torch
 
 from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from pipeline.ranks import WIDTH, rows
@@ -412,6 +413,34 @@ def test_constructors_need_no_group() -> None:
             assert fakes[0].stage_index_to_group_rank[7] == 0
         with pytest.raises(TypeError, match="got a FakeStage as stage"):
             made.step()
+
+
+def test_constructors_take_arguments_in_torchs_order() -> None:
+    fakes: Any = [FakeStage(0, number, 2, 1) for number in range(2)]
+    merge: Any = {"x": 0}
+    looped = OURS.ScheduleLoopedBFS(fakes, 2, mse_loss, merge, False, False)
+    others = OURS.ScheduleInterleaved1F1B(fakes, 2, mse_loss, None, None, merge, False, False)
+    for made in (looped, others):
+        assert (made._loss_fn, made._output_merge_spec) == (mse_loss, merge)
+        assert (made.scale_grads, made._backward_requires_autograd) == (False, False)
+    with pytest.raises(TypeError, match="n_microbatches"):
+        OURS.ScheduleLoopedBFS(fakes)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="eager"):
+        OURS.ScheduleLoopedBFS(fakes, 2, eager=True)  # type: ignore[call-arg]
+
+
+def test_what_a_newer_torch_has_is_taken_by_name() -> None:
+    def older(self: Any, stages: Any, n_microbatches: int = 1) -> None:
+        pass
+
+    class Schedule:
+        @as_in_torch(older)
+        def __init__(self, stages: Any, n_microbatches: int = 2, lookahead: int = 3) -> None:
+            self.given = stages, n_microbatches, lookahead
+
+    assert _signature(Schedule.__init__) == _signature(older)
+    assert Schedule(5).given == (5, 1, 3)
+    assert Schedule(5, 6, lookahead=7).given == (5, 6, 7)  # type: ignore[call-arg]
 
 
 @on_shm_ranks(2)
