@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -112,88 +112,79 @@ class KeepsElsewhere(Protocol):
         """Writes them there."""
 
 
-_optimizers = WeakIdKeyDictionary()
-_modules = WeakIdKeyDictionary()
+T = TypeVar("T")
 
 
-def note_optimizer(parameter: torch.Tensor, optimizer: ShardedOptimizer | None) -> None:
-    """Says that ``optimizer`` shards ``parameter``, or that none does."""
-    if optimizer is None:
-        _optimizers.pop(parameter, None)
-    else:
-        _optimizers[parameter] = weakref.ref(optimizer)
+class _Owner(Generic[T]):
+    """What a parameter holds of who owns it. In copies and pickles of the parameter an empty set
+    comes in its place, which ``torch.load(weights_only=True)`` takes."""
 
-
-def optimizer_of(parameter: torch.Tensor) -> ShardedOptimizer | None:
-    """The living optimizer that has claimed ``parameter``."""
-    found = _optimizers.get(parameter)
-    return None if found is None else found()
-
-
-def note_averaging(parameters: Iterable[torch.Tensor], module: AveragingModule) -> None:
-    """Says that ``module`` averages their gradients."""
-    for parameter in parameters:
-        _modules[parameter] = weakref.ref(module)
-
-
-def averaging_module_of(parameter: torch.Tensor) -> AveragingModule | None:
-    """The living module of ours that averages the gradient of ``parameter``."""
-    found = _modules.get(parameter)
-    return None if found is None else found()
-
-
-class _OwnerOf:
-    """A parameter holds it. In copies and pickles of that an empty set comes in its place, which
-    ``torch.load(weights_only=True)`` takes."""
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = weakref.ref(owner)
+    def __init__(self, owner: T) -> None:
+        self.get = weakref.ref(owner)
 
     def __reduce__(self) -> tuple[type[set[Any]], tuple[()]]:
         return set, ()
 
 
-def note_unit(parameter: torch.Tensor, unit: ShardingUnit) -> None:
-    """Says that ``unit`` has sharded it. An attribute: ``Module.to`` refuses parameters to which
-    there are weak references."""
-    parameter._trireme_unit = _OwnerOf(unit)  # type: ignore[attr-defined]
+class _Role(Generic[T]):
+    """Which living object has one role for a parameter.
+
+    With ``attribute`` the parameter holds it: ``Module.to`` swaps DTensors, which torch refuses
+    where there are weak references to one. Without, there are such references, so that torch
+    refuses to swap what must stay where it is.
+    """
+
+    def __init__(self, attribute: str = "") -> None:
+        self._attribute = attribute
+        self._owners = WeakIdKeyDictionary()
+
+    def note(self, parameter: torch.Tensor, owner: T | None) -> None:
+        """Says that ``owner`` has the role, or that none has."""
+        if self._attribute and owner is not None:
+            setattr(parameter, self._attribute, _Owner(owner))
+        elif self._attribute and hasattr(parameter, self._attribute):
+            delattr(parameter, self._attribute)
+        elif owner is not None:
+            self._owners[parameter] = _Owner(owner)
+        else:
+            self._owners.pop(parameter, None)
+
+    def note_all(self, parameters: Iterable[torch.Tensor], owner: T) -> None:
+        """Says that ``owner`` has the role for each of them."""
+        for parameter in parameters:
+            self.note(parameter, owner)
+
+    def of(self, parameter: torch.Tensor) -> T | None:
+        """Returns who has the role, if there is one."""
+        found = (
+            getattr(parameter, self._attribute, None)
+            if self._attribute
+            else self._owners.get(parameter)
+        )
+        return found.get() if isinstance(found, _Owner) else None
 
 
-def unit_of(parameter: torch.Tensor) -> ShardingUnit | None:
-    """The living unit of fully_shard that has sharded ``parameter``."""
-    found = getattr(parameter, "_trireme_unit", None)
-    return found.owner() if isinstance(found, _OwnerOf) else None
+_optimizers = _Role[ShardedOptimizer]()
+_modules = _Role[AveragingModule]()
+_units = _Role[ShardingUnit]("_trireme_unit")
+_tables = _Role[Any]("_trireme_table")
+_stages = _Role[StagedModule]("_trireme_stages")
 
-
-def note_table(parameter: torch.Tensor, table: Any) -> None:
-    """Says that ``table`` of a parameter server keeps its values, or that none does."""
-    if table is not None:
-        parameter._trireme_table = _OwnerOf(table)  # type: ignore[attr-defined]
-    elif hasattr(parameter, "_trireme_table"):
-        del parameter._trireme_table
-
-
-def table_of(parameter: torch.Tensor) -> Any:
-    """The living table of a parameter server that keeps the values of ``parameter``, or None."""
-    found = getattr(parameter, "_trireme_table", None)
-    return found.owner() if isinstance(found, _OwnerOf) else None
-
-
-def note_stages(parameters: Iterable[torch.Tensor], module: StagedModule) -> None:
-    """Says that other ranks have other parameters of ``module``."""
-    for parameter in parameters:
-        parameter._trireme_stages = _OwnerOf(module)  # type: ignore[attr-defined]
+note_optimizer, optimizer_of = _optimizers.note, _optimizers.of
+"""Which optimizer shards a parameter."""
+note_averaging, averaging_module_of = _modules.note_all, _modules.of
+"""Which module of ours averages its gradient."""
+note_unit, unit_of = _units.note, _units.of
+"""Which unit of fully_shard has sharded it."""
+note_table, table_of = _tables.note, _tables.of
+"""Which table of a parameter server keeps its values."""
+note_stages, stages_of = _stages.note_all, _stages.of
+"""Of which module it is one rank's: other ranks have other parameters."""
 
 
 def group_of_stages(module: object) -> dist.ProcessGroup | None:
     """The ranks that have stages of ``module``, if it is dealt out to ranks."""
     return module.process_group if isinstance(module, StagedModule) else None
-
-
-def stages_of(parameter: torch.Tensor) -> StagedModule | None:
-    """The living module of which ``parameter`` is one rank's."""
-    found = getattr(parameter, "_trireme_stages", None)
-    return found.owner() if isinstance(found, _OwnerOf) else None
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
