@@ -2,16 +2,13 @@
 
 #include <trireme/common/forks.h>
 #include <trireme/common/interruption.h>
-#include <trireme/common/spin.h>
 
 #include <pthread.h>
-#include <sched.h>
 #include <utility>
 
 namespace trireme::shm {
 namespace {
 
-constexpr int kPauses = 100;
 // How often the worker checks whether another thread moves the messages, so that a post() need not
 // wake it; after kTicks checks without work it sleeps until it is woken.
 constexpr std::chrono::milliseconds kTick{1};
@@ -59,27 +56,21 @@ bool Courier::wait(const Transfer& transfer, std::optional<Clock::time_point> un
     if (closed_) return transfer.is_done();
     ++drivers_;
   }
-  for (int i = 0; i < kPauses && !transfer.is_done(); ++i) {
-    advance();
-    spin_pause();
-  }
   const auto end = [this] {
     const std::lock_guard<std::mutex> lock(mutex_);
     --drivers_;
     if (closing_ || (worker_sleeps_ && !mailbox_.is_idle())) changed_->notify_all();
   };
-  Clock::time_point look_at = Clock::now() + kLookEvery;
+  LookTimer signals;
+  const auto is_over = [&] {
+    const Clock::time_point now = Clock::now();
+    signals.call_if_due(now, check_interruption);
+    return until && now >= *until;
+  };
+  const auto is_done = [&] { return transfer.is_done(); };
   try {
-    drive([&] {
-      if (transfer.is_done()) return true;
-      const Clock::time_point now = Clock::now();
-      if (until && now >= *until) return true;
-      if (now >= look_at) {
-        check_interruption();
-        look_at = Clock::now() + kLookEvery;
-      }
-      return false;
-    });
+    const auto look = [&] { return found_after([this] { return advance(); }, is_done); };
+    if (!spin(kLooksAwake, look)) drive(is_done, is_over);
   } catch (...) {  // the waiting thread was interrupted; the transfer goes on
     end();
     throw;
@@ -128,25 +119,11 @@ void Courier::withdraw(Transfer::Kind kind, const char* why) {
   ring(futex_);
 }
 
-// Moves messages until `enough` returns true; sleeps while nothing moves.
-template <typename Enough>
-void Courier::drive(Enough&& enough) {
-  for (;;) {
-    Clock::time_point yield_until = Clock::now() + patience_;
-    do {
-      if (enough()) return;
-      if (advance()) yield_until = Clock::now() + patience_;
-      ::sched_yield();
-    } while (Clock::now() < yield_until);
-
-    const Asleep asleep(futex_);
-    for (bool moved = false; !moved;) {
-      const uint32_t seen = futex_.rung.load(std::memory_order_seq_cst);
-      moved = advance();
-      if (enough()) return;
-      if (!moved) sleep_on(futex_, seen);
-    }
-  }
+// Moves messages until `enough` or `is_over` returns true; sleeps while nothing moves.
+template <typename Enough, typename IsOver>
+void Courier::drive(const Enough& enough, const IsOver& is_over) {
+  const auto look = [&] { return found_after([this] { return advance(); }, enough); };
+  FutexWait(futex_, patience_).until(look, is_over);
 }
 
 bool Courier::advance() {

@@ -43,8 +43,8 @@ class TRIREME_API Courier {
   static constexpr std::chrono::seconds kLinger{5};
 
  private:
-  template <typename Enough>
-  void drive(Enough&& enough);
+  template <typename Enough, typename IsOver = FutexWait::NeverOver>
+  void drive(const Enough& enough, const IsOver& is_over = {});
   bool advance();
   void withdraw(Transfer::Kind kind, const char* why);
   void deliver(const std::vector<TransferPtr>& ended);

@@ -5,7 +5,6 @@
 #include <climits>
 #include <ctime>
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -40,17 +39,8 @@ microseconds patience_of(int64_t ranks) {
 void FlagWait::wait_longer(const std::atomic<uint64_t>& counter, uint64_t target,
                            Clock::time_point deadline, Watch& watch) {
   const auto come = [&] { return counter.load(std::memory_order_seq_cst) >= target; };
-  const Clock::time_point yield_until = Clock::now() + patience_;
-  do {
-    if (come()) return;
-    ::sched_yield();
-  } while (Clock::now() < yield_until);
-
-  const Asleep asleep(futex_);
-  Clock::time_point look_at = Clock::now() + kLookEvery;
-  for (;;) {
-    const uint32_t seen = futex_.rung.load(std::memory_order_seq_cst);
-    if (come()) return;
+  LookTimer looks;
+  FutexWait(futex_, patience_).until(come, FutexWait::NeverOver{}, [&](uint32_t seen) {
     sleep_on(futex_, seen);
     if (come()) return;
     // Values that a peer published before it died count.
@@ -59,10 +49,8 @@ void FlagWait::wait_longer(const std::atomic<uint64_t>& counter, uint64_t target
     if (pointless) watch.give_up();
     const Clock::time_point now = Clock::now();
     if (now >= deadline) watch.overdue();
-    if (now < look_at) continue;
-    watch.look_around();
-    look_at = Clock::now() + kLookEvery;
-  }
+    looks.call_if_due(now, [&] { watch.look_around(); });
+  });
 }
 
 void ring(Futex& futex) {

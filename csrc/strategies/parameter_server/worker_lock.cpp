@@ -1,7 +1,6 @@
 #include <trireme/strategies/parameter_server/worker_lock.h>
 
 #include <trireme/common/interruption.h>
-#include <trireme/common/spin.h>
 #include <trireme/shm/flag_wait.h>
 #include <trireme/strategies/parameter_server/options.h>
 
@@ -31,17 +30,13 @@ void WorkerLock::take(bool hears_signals) {
 }
 
 void WorkerLock::wait(bool hears_signals) {
-  for (int look = 0; look < kLooksForLock; ++look) {
-    if (try_take()) return;
-    spin_pause();
-  }
-  const shm::Asleep asleep(futex_);
-  for (;;) {
-    const uint32_t rung = futex_.rung.load(std::memory_order_seq_cst);
-    if (try_take()) return;
-    shm::sleep_on(futex_, rung);
-    if (hears_signals) check_interruption();
-  }
+  const auto look = [this] { return try_take(); };
+  if (shm::spin(kLooksForLock, look)) return;
+  shm::LookTimer signals;
+  shm::FutexWait(futex_).until(look, [&] {
+    if (hears_signals) signals.call_if_due(shm::Clock::now(), check_interruption);
+    return false;
+  });
 }
 
 void WorkerLock::let_go() noexcept {

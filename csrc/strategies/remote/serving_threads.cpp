@@ -1,12 +1,10 @@
 #include <trireme/strategies/remote/serving_threads.h>
 
 #include <trireme/common/interruption.h>
-#include <trireme/common/spin.h>
 #include <trireme/common/thread_end.h>
 
 #include <algorithm>
 #include <pthread.h>
-#include <sched.h>
 #include <utility>
 
 // See [Note: who takes messages] in serving_threads.h.
@@ -16,7 +14,6 @@ namespace {
 
 using shm::Clock;
 
-constexpr int kPauses = 100;
 constexpr std::chrono::milliseconds kTick{1};
 constexpr int kTicks = 20;
 constexpr std::chrono::seconds kGrace{1};
@@ -219,14 +216,11 @@ bool ServingThreads::wait(const std::function<bool()>& enough,
 }
 
 bool ServingThreads::rest(const std::function<bool()>& enough, Clock::time_point until) {
-  for (Clock::time_point interrupt_at = Clock::now() + shm::kLookEvery; !enough();) {
+  for (shm::LookTimer signals; !enough();) {
     const Clock::time_point now = Clock::now();
     if (now >= until) return enough();
     look_if_due(now);
-    if (now >= interrupt_at) {
-      check_interruption();
-      interrupt_at = now + shm::kLookEvery;
-    }
+    signals.call_if_due(now, check_interruption);
     std::this_thread::sleep_for(kTick);
   }
   return true;
@@ -246,39 +240,16 @@ template <typename Enough>
 bool ServingThreads::drive(const Enough& enough, std::optional<Clock::time_point> until,
                            bool interrupts) {
   look_if_due(Clock::now());
-  Clock::time_point interrupt_at = Clock::now() + shm::kLookEvery;
-  const auto is_late = [&] {
+  shm::LookTimer signals;
+  const auto is_over = [&] {
     const Clock::time_point now = Clock::now();
     look_if_due(now);
-    if (interrupts && now >= interrupt_at) {
-      check_interruption();
-      interrupt_at = now + shm::kLookEvery;
-    }
+    if (interrupts) signals.call_if_due(now, check_interruption);
     return until && now >= *until;
   };
-  for (int i = 0; i < kPauses; ++i) {
-    source_.poll();
-    if (enough()) return true;
-    spin_pause();
-  }
-  for (;;) {
-    Clock::time_point yield_until = Clock::now() + patience_;
-    do {
-      if (source_.poll()) yield_until = Clock::now() + patience_;
-      if (enough()) return true;
-      if (is_late()) return enough();
-      ::sched_yield();
-    } while (Clock::now() < yield_until);
-
-    const shm::Asleep asleep(source_.futex());
-    for (bool moved = false; !moved;) {
-      const uint32_t seen = source_.futex().rung.load(std::memory_order_seq_cst);
-      moved = source_.poll();
-      if (enough()) return true;
-      if (is_late()) return enough();
-      if (!moved) shm::sleep_on(source_.futex(), seen);
-    }
-  }
+  const auto look = [&] { return shm::found_after([this] { return source_.poll(); }, enough); };
+  return shm::spin(shm::kLooksAwake, look) ||
+         shm::FutexWait(source_.futex(), patience_).until(look, is_over) || enough();
 }
 
 }  // namespace trireme::remote

@@ -33,15 +33,15 @@ using Texts = std::vector<std::string>;
 void take_until(MessageBox& box, const std::function<bool()>& is_enough,
                 const std::function<void(MessageBox::Arrival&)>& see) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(25);
-  while (true) {
-    const shm::Asleep asleep(box.futex());
-    const uint32_t rung = box.futex().rung.load();
+  const auto look = [&] {
     for (MessageBox::Arrival& arrival : box.take_arrivals()) see(arrival);
-    if (is_enough()) return;
+    return is_enough();
+  };
+  shm::FutexWait(box.futex()).until(look, [&] {
     if (std::chrono::steady_clock::now() > deadline) throw std::runtime_error("nothing comes");
     box.look();
-    shm::sleep_on(box.futex(), rung);
-  }
+    return false;
+  });
 }
 
 void refuse_arrival(MessageBox::Arrival&) { throw std::runtime_error("more than was awaited"); }

@@ -4,12 +4,14 @@
 #include <trireme/common/interruption.h>
 #include <trireme/shm/deposit_ring.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <catch2/catch.hpp>
 #include <csignal>
 #include <map>
 #include <shm/post.h>
+#include <thread>
 #include <unistd.h>
 
 namespace trireme::waits_test {
@@ -178,6 +180,38 @@ TEST_CASE("who is called away from a message gets it later") {
   });
   CHECK(interrupted);
   CHECK(wrong == 0);
+}
+
+TEST_CASE("a wait on a futex takes what comes while it sleeps, until it has all or is over") {
+  Futex futex;
+  std::atomic<int> come{0};
+  std::atomic<int> taken{0};
+  std::atomic<bool> is_over{false};
+  std::thread other([&] {
+    for (int i = 1; i <= 4; ++i) {
+      until([&] { return taken == i - 1 && futex.sleepers > 0; });
+      come = std::min(i, 3);
+      is_over = i > 3;
+      ring(futex);
+    }
+  });
+  const FutexWait wait(futex);
+  const auto take = [&] {
+    const bool any = come > taken;
+    if (any) ++taken;
+    return any;
+  };
+  const auto is_ended = [&] { return is_over.load(); };
+  const auto look = [&](int all) {
+    return [&, all] { return found_after(take, [&, all] { return taken == all; }); };
+  };
+  CHECK(wait.until(look(3), is_ended));
+  CHECK(taken == 3);
+  CHECK_FALSE(wait.until(look(4), is_ended));
+  other.join();
+  CHECK(futex.sleepers == 0);
+  CHECK(spin(1, look(3)));
+  CHECK_FALSE(spin(100, look(4)));
 }
 
 TEST_CASE("a wait that spares its group ends alone") {

@@ -2,7 +2,6 @@
 
 #include <trireme/common/duration.h>
 #include <trireme/common/interruption.h>
-#include <trireme/common/spin.h>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
@@ -118,38 +117,29 @@ void ShardClient::check(const WaitContext& context) {
 
 void ShardClient::wait_until(int64_t host, const WaitContext& context,
                              const std::function<bool()>& is_done) {
-  for (int look = 0; look < kLooksForAnswer; ++look) {
-    if (is_done()) return;
-    spin_pause();
-  }
+  if (shm::spin(kLooksForAnswer, is_done)) return;
   const auto waits = parts_.board->wait_times().count(context.cause);
   const auto deadline = deadline_after(parts_.limit + kForItsAnswer);
-  shm::Futex& futex = parts_.box->futex();
-  const shm::Asleep asleep(futex);
-  auto look_at = shm::Clock::now();
-  for (;;) {
-    const uint32_t rung = futex.rung.load(std::memory_order_seq_cst);
-    if (is_done()) return;
+  shm::LookTimer looks(shm::Clock::now());
+  const auto is_over = [&] {
     const auto now = shm::Clock::now();
-    if (now >= look_at) {
-      check(context);
-      look_at = now + shm::kLookEvery;
-    }
-    if (context.has_deadline && now >= deadline)
-      C10_THROW_ERROR(
-          DistBackendError,
-          error_text(kPsArea, c10::str(context.text(), ": ", name_of(host), " has not answered"),
-                     parts_.board->where(),
-                     "Look whether that rank is in serve(), or raise the timeout."));
-    sleep(rung, context);
-  }
+    looks.call_if_due(now, [&] { check(context); });
+    return context.has_deadline && now >= deadline;
+  };
+  const auto sleep = [&](uint32_t seen) { this->sleep(seen, context); };
+  if (shm::FutexWait(parts_.box->futex()).until(is_done, is_over, sleep)) return;
+  C10_THROW_ERROR(
+      DistBackendError,
+      error_text(kPsArea, c10::str(context.text(), ": ", name_of(host), " has not answered"),
+                 parts_.board->where(),
+                 "Look whether that rank is in serve(), or raise the timeout."));
 }
 
-void ShardClient::sleep(uint32_t rung, const WaitContext& context) {
+void ShardClient::sleep(uint32_t seen, const WaitContext& context) {
   {
     std::optional<WorkerLock::Gap> gap;
     if (context.lets_others_in) gap.emplace(parts_.board->worker_lock());
-    shm::sleep_on(parts_.box->futex(), rung);
+    shm::sleep_on(parts_.box->futex(), seen);
   }
   parts_.board->worker_lock().check_not_ended(context.text, parts_.board->where());
 }

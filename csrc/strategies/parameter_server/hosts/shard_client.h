@@ -73,7 +73,7 @@ class TRIREME_API ShardClient {
   void check(const WaitContext& context);
   [[noreturn]] void refuse_gone(int64_t host, const std::string& how, const WaitContext& context);
   void wait_until(int64_t host, const WaitContext& context, const std::function<bool()>& is_done);
-  void sleep(uint32_t rung, const WaitContext& context);
+  void sleep(uint32_t seen, const WaitContext& context);
   std::string name_of(int64_t host) const;
 
   Parts parts_;

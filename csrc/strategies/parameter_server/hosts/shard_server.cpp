@@ -1,6 +1,7 @@
 #include <trireme/strategies/parameter_server/hosts/shard_server.h>
 
 #include <trireme/common/exception_text.h>
+#include <trireme/shm/flag_wait.h>
 #include <trireme/strategies/parameter_server/dense_table.h>
 #include <trireme/strategies/parameter_server/hosts/shard_messages.h>
 #include <trireme/strategies/parameter_server/sparse_table.h>
@@ -189,13 +190,10 @@ class ShardServer::ClientSession {
     message.text = to_text(answer);
     message.tensors = tensors;
     MessageBox& box = *server_.parts_.box;
-    const shm::Asleep asleep(box.futex());
     try {
-      for (;;) {
-        const uint32_t rung = box.futex().rung.load(std::memory_order_seq_cst);
-        if (box.try_post(rank_, message, "an answer") || server_.is_stopping_) return;
-        shm::sleep_on(box.futex(), rung);
-      }
+      shm::FutexWait(box.futex()).until([&] {
+        return box.try_post(rank_, message, "an answer") || server_.is_stopping_;
+      });
     } catch (const std::exception&) {
       // The worker has gone: take_messages() notices.
     }
@@ -246,29 +244,32 @@ void ShardServer::give(int64_t rank, const TensorMessage& message) {
   session->give({request_or_failure(message.text), message.tensors});
 }
 
-void ShardServer::take_messages() {
-  MessageBox& box = *parts_.box;
-  const shm::Asleep asleep(box.futex());
-  auto look_at = shm::Clock::now();
-  while (!is_stopping_) {
-    const uint32_t rung = box.futex().rung.load(std::memory_order_seq_cst);
-    const std::vector<MessageBox::Arrival> arrivals = box.take_arrivals();
-    for (const MessageBox::Arrival& arrival : arrivals) give(arrival.from, arrival.message);
-    const auto now = shm::Clock::now();
-    if (now >= look_at) {
-      for (const int64_t rank : box.look()) {
-        ClientSession* session = session_of(rank);
-        if (session == nullptr) continue;
-        ShareRequest gone;
-        gone.verb = Verb::kLeave;
-        gone.state = LineState::kLost;
-        gone.word = box.why_gone(rank).value_or("nobody knows why");
-        session->give({gone, {}});
-      }
-      look_at = now + shm::kLookEvery;
-    }
-    if (arrivals.empty() && !is_stopping_) shm::sleep_on(box.futex(), rung);
+bool ShardServer::take_arrivals() {
+  const std::vector<MessageBox::Arrival> arrivals = parts_.box->take_arrivals();
+  for (const MessageBox::Arrival& arrival : arrivals) give(arrival.from, arrival.message);
+  return !arrivals.empty();
+}
+
+void ShardServer::note_gone() {
+  for (const int64_t rank : parts_.box->look()) {
+    ClientSession* session = session_of(rank);
+    if (session == nullptr) continue;
+    ShareRequest gone;
+    gone.verb = Verb::kLeave;
+    gone.state = LineState::kLost;
+    gone.word = parts_.box->why_gone(rank).value_or("nobody knows why");
+    session->give({gone, {}});
   }
+}
+
+void ShardServer::take_messages() {
+  shm::LookTimer looks(shm::Clock::now());
+  shm::FutexWait(parts_.box->futex()).until([&] {
+    const bool any = take_arrivals();
+    looks.call_if_due(shm::Clock::now(), [this] { note_gone(); });
+    if (is_stopping_) return shm::Found::kAll;
+    return any ? shm::Found::kSome : shm::Found::kNothing;
+  });
 }
 
 void ShardServer::close(std::string_view error) noexcept {

@@ -66,6 +66,8 @@ class TRIREME_API ShardServer {
   class ClientSession;
 
   void take_messages();
+  bool take_arrivals();
+  void note_gone();
   void give(int64_t rank, const TensorMessage& message);
   ClientSession* session_of(int64_t rank);
 
