@@ -85,8 +85,8 @@ MessageBox::MessageBox(Communicator& communicator)
       communicator_(communicator),
       lanes_(static_cast<size_t>(where_.world)),
       inbox_(std::make_shared<Inbox>()),
-      own_bell_(std::make_unique<shm::Futex>()),
-      futex_(own_bell_.get()) {
+      own_futex_(std::make_unique<shm::Futex>()),
+      futex_(own_futex_.get()) {
   std::vector<ChannelRequest> requests;
   for (int64_t from = 0; from < where_.world; ++from)
     for (int64_t to = 0; to < where_.world; ++to)

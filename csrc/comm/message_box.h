@@ -90,7 +90,7 @@ class TRIREME_API MessageBox {
   std::shared_ptr<TensorChannels> channels_;
   std::vector<std::shared_ptr<Lane>> lanes_;  // [rank]; null for this one
   std::shared_ptr<Inbox> inbox_;              // for engines
-  std::unique_ptr<shm::Futex> own_bell_;      // where there is no host
+  std::unique_ptr<shm::Futex> own_futex_;     // where there is no host
   shm::Futex* futex_ = nullptr;
   std::mutex taking_;
   std::atomic<shm::Clock::rep> said_alive_{0};

@@ -18,7 +18,7 @@ constexpr int kTicks = 20;
 
 Courier::Courier(HostGroup& group)
     : group_(group),
-      futex_(group.block(group.rank()).mail_bell),
+      futex_(group.block(group.rank()).mail_futex),
       patience_(patience_of(group.world())),
       forks_(forks_so_far()),
       mailbox_(group) {}

@@ -244,7 +244,7 @@ void HostGroup::rejoin() {
 void HostGroup::ring_all() noexcept {
   for (RankBlock* peer : blocks_) {
     ring(peer->futex);
-    ring(peer->mail_bell);
+    ring(peer->mail_futex);
   }
 }
 

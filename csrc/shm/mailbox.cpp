@@ -92,7 +92,7 @@ void Mailbox::make_outbox() {
   std::memcpy(own.outbox_address.data(), address.data(), length);
   own.outbox_address[length] = '\0';
   own.outbox_state.store(OutboxState::kOpen, std::memory_order_seq_cst);
-  for (int64_t rank = 0; rank < group_.world(); ++rank) ring(group_.block(rank).mail_bell);
+  for (int64_t rank = 0; rank < group_.world(); ++rank) ring(group_.block(rank).mail_futex);
 }
 
 // Returns false if the source has made none yet, or has gone with it: then look() reports it.
@@ -126,7 +126,7 @@ bool Mailbox::open_inbox(int64_t source) {
   }
   std::byte* place = segment->data() + group_.rank() * stride;
   inbox.ring = RingReader(*std::launder(reinterpret_cast<ByteRingBlock*>(place)), capacity_);
-  ring(theirs.mail_bell);
+  ring(theirs.mail_futex);
   return true;
 }
 
@@ -158,7 +158,7 @@ bool Mailbox::push(int64_t destination) {
     const bool complete = send.moved == send.memory.bytes();
     if (complete) outbox.ring.pad_to_line();
     outbox.ring.publish();
-    ring(group_.block(destination).mail_bell);
+    ring(group_.block(destination).mail_futex);
     moved = true;
     if (!complete) continue;
     outbox.streams = false;
@@ -257,7 +257,7 @@ bool Mailbox::read_message(int64_t source) {
     inbox.left -= length;
     if (inbox.left == 0) inbox.ring.skip_to_line();
     inbox.ring.release();
-    ring(group_.block(source).mail_bell);
+    ring(group_.block(source).mail_futex);
     moved = true;
   } while (inbox.left > 0);
   if (inbox.target) end(std::exchange(inbox.target, nullptr));

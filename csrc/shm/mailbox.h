@@ -30,7 +30,7 @@ namespace trireme::shm {
 // KiB. Ranks that only receive make none, and ranks without messages need not take part.
 //
 // Nothing here blocks (but for a second at most if the memory of a peer cannot be opened): a
-// waiting thread calls progress() until it returns true no more, then sleeps on mail_bell of the
+// waiting thread calls progress() until it returns true no more, then sleeps on mail_futex of the
 // own block, awake every kLookEvery to look(). One thread at a time, but beside the one that uses
 // the host group for collectives. Errors end transfers, with a Fault each:
 //   kMismatch        a message had other bytes or another dtype than its recv. It is consumed, and

@@ -58,7 +58,7 @@ void Mailbox::close() {
   if (own.outbox_state.exchange(OutboxState::kClosed, std::memory_order_seq_cst) ==
       OutboxState::kClosed)
     return;
-  for (int64_t rank = 0; rank < group_.world(); ++rank) ring(group_.block(rank).mail_bell);
+  for (int64_t rank = 0; rank < group_.world(); ++rank) ring(group_.block(rank).mail_futex);
 }
 
 bool Mailbox::is_unfetched() {

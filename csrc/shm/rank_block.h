@@ -51,8 +51,8 @@ struct RankBlock {
   std::atomic<uint64_t> reduced{0};   // step whose slice the owner has reduced
   std::atomic<uint64_t> consumed{0};  // step whose data the owner no longer needs
 
-  Futex futex;      // rung by collectives
-  Futex mail_bell;  // rung by messages, so that collectives do not wake a thread that waits for one
+  Futex futex;       // rung by collectives
+  Futex mail_futex;  // by messages, so that collectives do not wake a thread that waits for one
 
   alignas(kCacheLine) std::atomic<RankState> state{RankState::kJoining};
   pid_t pid = 0;

@@ -85,7 +85,7 @@ inline void run_shm_ranks(const ShmRun& run, const std::function<void(ShmRank&)>
 // Until a thread of that rank sleeps in a wait for another one, or for a message.
 inline void until_asleep(HostGroup& group, int64_t rank) {
   until([&] {
-    return group.block(rank).futex.sleepers > 0 || group.block(rank).mail_bell.sleepers > 0;
+    return group.block(rank).futex.sleepers > 0 || group.block(rank).mail_futex.sleepers > 0;
   });
 }
 
