@@ -14,8 +14,24 @@
 // See [Note: parameters in the memory of a table] in bound_module.h.
 
 namespace trireme::ps {
+namespace {
 
-BoundModule::BoundModule(Parts parts) : parts_(std::move(parts)) {
+constexpr WorkerMeeting::Texts kWritingTexts{
+    .at_other_clock = "Begin to write after as many clocks on all workers.",
+    .has_failed = " has left it by an exception: ",
+    .after_failure = "Look for the error of that worker.",
+    .has_gone = " has gone while it wrote, expected that it ends",
+    .after_end = "Write once more: the values are mixed."};
+
+}  // namespace
+
+BoundModule::BoundModule(Parts parts)
+    : parts_(std::move(parts)),
+      meeting_({parts_.board,
+                [&memory = parts_.memory](int64_t worker) -> MeetingLine& {
+                  return memory.marks(worker).writing;
+                },
+                kWritingTexts}) {
   for (size_t i = 0; i < parts_.parameters.size(); ++i)
     places_.push_back(parts_.store->whole(static_cast<int64_t>(i)));
   show_values();
@@ -78,25 +94,7 @@ WaitContext BoundModule::context() const {
           "writing"};
 }
 
-void BoundModule::come_to(Phase phase) {
-  WorkerMarks& own = parts_.memory.marks(*parts_.board->worker());
-  own.writing.store(3 * sections_ + phase, std::memory_order_seq_cst);
-  parts_.board->ring_all();
-}
-
-// Waits for all live workers, and returns those that reached the phase; the others are gone.
-std::vector<int64_t> BoundModule::wait_for_all(Phase phase) {
-  std::vector<int64_t> come;
-  for (int64_t worker = 0; worker < parts_.board->workers(); ++worker) {
-    WaitContext for_worker = context();
-    for_worker.worker = worker;
-    if (parts_.board->wait(parts_.memory.marks(worker).writing, 3 * sections_ + phase, for_worker))
-      come.push_back(worker);
-  }
-  return come;
-}
-
-void BoundModule::meet_writers() {
+void BoundModule::refuse_joined() const {
   for (int64_t worker = 0; worker < parts_.board->workers(); ++worker)
     TORCH_CHECK_VALUE(
         !parts_.board->line(worker).has_joined() || parts_.board->is_gone(worker),
@@ -104,25 +102,18 @@ void BoundModule::meet_writers() {
                    c10::str(context().text(), ": got ", parts_.board->name_of(worker),
                             ", which has no module to write, expected ranks of the group alone"),
                    parts_.board->where(), "Write before workers join."));
-  const auto clock_of = [this](int64_t worker) -> std::atomic<uint64_t>& {
-    return parts_.memory.marks(worker).writing_clock[sections_ & 1];
-  };
-  clock_of(*parts_.board->worker()).store(parts_.board->clock(), std::memory_order_relaxed);
-  come_to(kBegun);
-  const std::vector<int64_t> come = wait_for_all(kBegun);
-  for (const int64_t worker : come) {
-    const uint64_t its_clock = clock_of(worker).load(std::memory_order_relaxed);
-    if (its_clock == parts_.board->clock()) continue;
-    const std::string got =
-        c10::str(context().text(), ": got ", parts_.board->name_of(worker), " at clock ", its_clock,
-                 ", expected all workers at one clock");
-    settle_writing();
-    TORCH_CHECK_VALUE(false, error_text(kPsArea, got, parts_.board->where(),
-                                        "Begin to write after as many clocks on all workers."));
-  }
 }
 
-void BoundModule::begin_writing() {
+void BoundModule::begin_writing(const std::function<void()>& prepare) {
+  refuse_joined();
+  const WaitContext context = this->context();
+  try {
+    meeting_.begin({.context = context, .prepare = prepare});
+  } catch (const std::exception& error) {
+    meeting_.fail(what_of(error));
+    meeting_.end();
+    throw;
+  }
   is_writing_ = true;
   for (size_t i = 0; i < places_.size(); ++i) parts_.parameters[i].set_data(places_[i].clone());
 }
@@ -145,39 +136,18 @@ void BoundModule::check_written() {
 }
 
 void BoundModule::end_writing() {
+  TORCH_INTERNAL_ASSERT(is_writing_);
   check_written();
-  come_to(kWritten);
-  std::vector<int64_t> come;
+  const at::NoGradGuard no_grad;
+  const WaitContext context = this->context();
+  const auto copy = [this] {
+    for (size_t i = 0; i < places_.size(); ++i) places_[i].copy_(parts_.parameters[i]);
+  };
   try {
-    come = wait_for_all(kWritten);
+    meeting_.work({.context = context, .work = copy, .works_in_time = true});
   } catch (const std::exception& error) {
     abandon_writing(what_of(error));
     throw;
-  }
-  for (const int64_t worker : come) {
-    if (parts_.memory.marks(worker).abandoned.load(std::memory_order_acquire) != sections_ + 1)
-      continue;
-    const std::string text =
-        c10::str(context().text(), ": ", parts_.board->name_of(worker),
-                 " has left it by an exception: ", parts_.board->line(worker).word());
-    settle_writing();
-    C10_THROW_ERROR(DistBackendError, error_text(kPsArea, text, parts_.board->where(),
-                                                 "Look for the error of that worker."));
-  }
-  const at::NoGradGuard no_grad;
-  if (come.front() == *parts_.board->worker()) {
-    for (size_t i = 0; i < places_.size(); ++i) places_[i].copy_(parts_.parameters[i]);
-  } else {
-    WaitContext first = context();
-    first.worker = come.front();
-    const auto& writing = parts_.memory.marks(come.front()).writing;
-    if (!parts_.board->wait(writing, 3 * sections_ + kSettled, first)) {
-      const std::string text = c10::str(context().text(), ": ", parts_.board->name_of(come.front()),
-                                        " has gone while it wrote, expected that it ends");
-      settle_writing();
-      C10_THROW_ERROR(DistBackendError, error_text(kPsArea, text, parts_.board->where(),
-                                                   "Write once more: the values are mixed."));
-    }
   }
   settle_writing();
 }
@@ -185,15 +155,12 @@ void BoundModule::end_writing() {
 void BoundModule::settle_writing() {
   is_writing_ = false;
   show_values();
-  come_to(kSettled);
-  ++sections_;
+  meeting_.end();
 }
 
 void BoundModule::abandon_writing(const std::string& reason) noexcept {
   if (!is_writing_) return;
-  parts_.board->line(*parts_.board->worker()).leave_word(reason);
-  WorkerMarks& own = parts_.memory.marks(*parts_.board->worker());
-  own.abandoned.store(sections_ + 1, std::memory_order_seq_cst);
+  meeting_.fail(reason);
   settle_writing();
 }
 

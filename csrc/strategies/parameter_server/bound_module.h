@@ -4,10 +4,11 @@
 #include <trireme/memory/host_store.h>
 #include <trireme/strategies/parameter_server/progress_table.h>
 #include <trireme/strategies/parameter_server/table_memory.h>
+#include <trireme/strategies/parameter_server/worker_meeting.h>
 
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -56,31 +57,28 @@ class TRIREME_API BoundModule {
   // Copies the values once more into parameters that were unbound.
   void refresh();
 
-  // See [Note: parameters in the memory of a table]. meet_writers() waits for all live workers, and
-  // throws ValueError if they are at different clocks. begin_writing() follows once all clocks are
-  // applied. end_writing() throws DistBackendError if a worker left the writing by an exception.
-  void meet_writers();
-  void begin_writing();
+  // See [Note: parameters in the memory of a table]. begin_writing() waits for all live workers,
+  // and then calls `prepare`, which applies all clocks; throws ValueError if workers are at
+  // different clocks. end_writing() throws DistBackendError if a worker left the writing by an
+  // exception.
+  void begin_writing(const std::function<void()>& prepare);
   void end_writing();
   // Drops what this worker wrote; the other workers raise. Never throws.
   void abandon_writing(const std::string& reason) noexcept;
   bool is_writing() const { return is_writing_; }
 
  private:
-  enum Phase : uint64_t { kBegun = 1, kWritten = 2, kSettled = 3 };
-
   WaitContext context() const;
+  void refuse_joined() const;
   void check_written();
-  void come_to(Phase phase);
-  std::vector<int64_t> wait_for_all(Phase phase);
   void show_values();
   void settle_writing();
 
   Parts parts_;
+  WorkerMeeting meeting_;           // of workers that write
   std::vector<at::Tensor> places_;  // over the store
   bool is_readable_ = true;
   bool is_writing_ = false;
-  uint64_t sections_ = 0;  // counts what was written so far
 };
 
 }  // namespace trireme::ps

@@ -354,6 +354,14 @@ DenseTable::Writing::~Writing() noexcept(false) {
   }
 }
 
+void DenseTable::refuse_inside_writing(std::string_view verb, const char* next_step) const {
+  TORCH_CHECK(!bound_->is_writing(),
+              error_text(kPsArea,
+                         c10::str(verb, ": got a call inside of writing() of table '", spec().name,
+                                  "', when all workers stand still"),
+                         board().where(), next_step));
+}
+
 void DenseTable::begin_writing() {
   const at::NoGradGuard no_grad;
   const auto turn = session().enter("writing");
@@ -364,9 +372,8 @@ void DenseTable::begin_writing() {
                                board().where(),
                                "Write them before the server is made, or push what changes them."));
   bound_->check_unchanged("writing");
-  bound_->meet_writers();
-  steps_.bring_to(board().clock(), context("writing"));
-  bound_->begin_writing();
+  refuse_inside_writing("writing", "Write inside the one that has begun.");
+  bound_->begin_writing([this] { steps_.bring_to(board().clock(), context("writing")); });
   bound_->begin_reading();
 }
 
@@ -386,11 +393,7 @@ void DenseTable::abandon_writing(const std::string& reason) noexcept {
 void DenseTable::before_clock() {
   if (bound_) {
     bound_->check_unchanged("clock");
-    TORCH_CHECK(!bound_->is_writing(),
-                error_text(kPsArea,
-                           c10::str("clock: got a call inside of writing() of table '", spec().name,
-                                    "', when all workers stand still"),
-                           board().where(), "Call clock() before or behind it."));
+    refuse_inside_writing("clock", "Call clock() before or behind it.");
   }
   Table::before_clock();
 }

@@ -122,6 +122,7 @@ class TRIREME_API DenseTable final : public Table {
   using Gradients = std::vector<at::Tensor>;
   TableSteps& own_steps() override { return steps_; }
   void require_module(std::string_view verb) const;
+  void refuse_inside_writing(std::string_view verb, const char* next_step) const;
   void check_view(bool view) const;
   void fill_parameters(const RemoteAnswers& answers);
   NamedTensors read(bool view, const RemoteAnswers& answers);

@@ -6,6 +6,7 @@
 #include <trireme/shm/flag_wait.h>
 #include <trireme/shm/liveness.h>
 #include <trireme/shm/rank_block.h>
+#include <trireme/strategies/parameter_server/meeting_line.h>
 #include <trireme/strategies/parameter_server/options.h>
 #include <trireme/strategies/parameter_server/worker_lock.h>
 
@@ -65,10 +66,8 @@ struct WorkerLine {
   alignas(64) std::atomic<uint64_t> clock;
   std::atomic<uint64_t> awaited;  // clock; kGone once nobody waits for the worker
   std::atomic<LineState> state;
-  std::atomic<uint64_t> met;         // how far the worker is in meetings; see worker_meeting.h
-  std::atomic<uint64_t> met_failed;  // last meeting it made fail, counted from 1
-  std::array<std::atomic<uint64_t>, 2> met_clock;  // its clock at the last two meetings, by parity
-  std::atomic<uint64_t> first;                     // the worker's first clock
+  MeetingLine saving;
+  std::atomic<uint64_t> first;  // the worker's first clock
   int32_t pid;
   int32_t rank;                  // in the group; kJoined
   int32_t is_elsewhere;          // on another host: a server of this one writes the line

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <trireme/strategies/parameter_server/meeting_line.h>
 #include <trireme/strategies/parameter_server/table_plan.h>
 
 #include <atomic>
@@ -39,11 +40,7 @@ struct LearningRate {
 // deposit that each of the two halves holds.
 struct alignas(64) WorkerMarks {
   LearningRate lr[2];
-  std::atomic<uint64_t> writing;    // how far the worker is in sections of writing
-  std::atomic<uint64_t> abandoned;  // the last section left by an exception, from 1
-  // The worker's clocks at the last two sections, by parity: it may begin the next section before
-  // others have read this one's.
-  std::atomic<uint64_t> writing_clock[2];
+  MeetingLine writing;  // see bound_module.h
 };
 
 // The addresses of a table's parts. Valid as long as the memory is.

@@ -3,119 +3,116 @@
 #include <trireme/common/exception_text.h>
 
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <exception>
 
+// See [Note: workers that meet] in worker_meeting.h.
+
 namespace trireme::ps {
-
-// This worker's part in a meeting. Its end is the beginning of the next meeting's, also after an
-// error.
-class WorkerMeeting::Section {
- public:
-  explicit Section(WorkerMeeting& meeting)
-      : meeting_(meeting), line_(meeting.board_->line(*meeting.board_->worker())) {
-    line_.met_clock[meeting_.meetings_ & 1].store(meeting_.board_->clock(),
-                                                  std::memory_order_relaxed);
-  }
-  ~Section() {
-    reach(kDone);
-    ++meeting_.meetings_;
-  }
-  Section(const Section&) = delete;
-  Section& operator=(const Section&) = delete;
-
-  void reach(Phase phase) {
-    line_.met.store(3 * meeting_.meetings_ + phase, std::memory_order_seq_cst);
-    meeting_.board_->ring_all();
-  }
-  // Tells the others that this worker has not done its part.
-  void fail(std::string_view text) {
-    line_.leave_word(text);
-    line_.met_failed.store(meeting_.meetings_ + 1, std::memory_order_seq_cst);
-  }
-
- private:
-  WorkerMeeting& meeting_;
-  WorkerLine& line_;
-};
 
 // Skips the meetings that this worker missed.
 void WorkerMeeting::catch_up() {
-  for (int64_t worker = 0; worker < board_->workers(); ++worker)
-    meetings_ = std::max(meetings_, board_->line(worker).met.load(std::memory_order_acquire) / 3);
+  for (int64_t worker = 0; worker < parts_.board->workers(); ++worker)
+    meetings_ =
+        std::max(meetings_, parts_.line_of(worker).phases.load(std::memory_order_acquire) / 3);
 }
 
-void WorkerMeeting::check_failed(const std::vector<int64_t>& come, const WaitContext& context) {
-  for (const int64_t worker : come) {
-    if (board_->line(worker).met_failed.load(std::memory_order_acquire) != meetings_ + 1) continue;
-    C10_THROW_ERROR(
-        DistBackendError,
-        error_text(kPsArea,
-                   c10::str(context.text(), ": ", board_->name_of(worker),
-                            " could not: ", board_->line(worker).word()),
-                   board_->where(), "Mend what it says, and call this again on all workers."));
-  }
+void WorkerMeeting::reach(Phase phase) noexcept {
+  own_line().phases.store(3 * meetings_ + phase, std::memory_order_seq_cst);
+  parts_.board->ring_all();
+}
+
+// Returns false if the worker is gone before it has reached the phase.
+bool WorkerMeeting::wait_for(int64_t worker, Phase phase, WaitContext context) {
+  context.worker = worker;
+  return parts_.board->wait(parts_.line_of(worker).phases, 3 * meetings_ + phase, context);
 }
 
 // Waits for all live workers, and returns those that reached the phase; the others are gone.
-std::vector<int64_t> WorkerMeeting::wait_for_all(Phase phase, const WaitContext& context) {
+std::vector<int64_t> WorkerMeeting::meet(Phase phase, const WaitContext& context) {
+  reach(phase);
   std::vector<int64_t> come;
-  for (int64_t worker = 0; worker < board_->workers(); ++worker) {
-    WaitContext for_worker = context;
-    for_worker.worker = worker;
-    if (board_->wait(board_->line(worker).met, 3 * meetings_ + phase, for_worker))
-      come.push_back(worker);
-  }
+  for (int64_t worker = 0; worker < parts_.board->workers(); ++worker)
+    if (wait_for(worker, phase, context)) come.push_back(worker);
   return come;
 }
 
 void WorkerMeeting::check_clocks(const std::vector<int64_t>& come, const WaitContext& context) {
   for (const int64_t worker : come) {
     const uint64_t clock =
-        board_->line(worker).met_clock[meetings_ & 1].load(std::memory_order_relaxed);
+        parts_.line_of(worker).clock[meetings_ & 1].load(std::memory_order_relaxed);
     TORCH_CHECK_VALUE(
-        clock == board_->clock(),
+        clock == parts_.board->clock(),
         error_text(kPsArea,
-                   c10::str(context.text(), ": got ", board_->name_of(worker), " at clock ", clock,
-                            ", expected all workers at one clock"),
-                   board_->where(), "Call it after as many clocks on all workers."));
+                   c10::str(context.text(), ": got ", parts_.board->name_of(worker), " at clock ",
+                            clock, ", expected all workers at one clock"),
+                   parts_.board->where(), parts_.texts.at_other_clock));
   }
 }
 
-void WorkerMeeting::hold(const Plan& plan) {
+void WorkerMeeting::check_failed(const std::vector<int64_t>& come, const WaitContext& context) {
+  for (const int64_t worker : come) {
+    if (parts_.line_of(worker).failed.load(std::memory_order_acquire) != meetings_ + 1) continue;
+    others_failed_ = true;
+    C10_THROW_ERROR(DistBackendError,
+                    error_text(kPsArea,
+                               c10::str(context.text(), ": ", parts_.board->name_of(worker),
+                                        parts_.texts.has_failed, parts_.board->line(worker).word()),
+                               parts_.board->where(), parts_.texts.after_failure));
+  }
+}
+
+void WorkerMeeting::begin(const Plan& plan) {
   catch_up();
-  Section section(*this);
-  try {
-    section.reach(kCome);
-    const std::vector<int64_t> come = wait_for_all(kCome, plan.context);
-    if (plan.at_one_clock) check_clocks(come, plan.context);
-    check_failed(come, plan.context);
-    plan.prepare();
-    section.reach(kPrepared);
-    const std::vector<int64_t> prepared = wait_for_all(kPrepared, plan.context);
-    check_failed(prepared, plan.context);
-    work(plan, prepared.front());
-  } catch (const std::exception& error) {
-    section.fail(what_of(error));
-    throw;
-  }
+  others_failed_ = false;
+  own_line().clock[meetings_ & 1].store(parts_.board->clock(), std::memory_order_relaxed);
+  const std::vector<int64_t> come = meet(kCome, plan.context);
+  if (plan.at_one_clock) check_clocks(come, plan.context);
+  check_failed(come, plan.context);
+  plan.prepare();
 }
 
-void WorkerMeeting::work(const Plan& plan, int64_t first) {
-  if (first == board_->worker()) return plan.work();
+void WorkerMeeting::work(const Plan& plan) {
+  const std::vector<int64_t> prepared = meet(kPrepared, plan.context);
+  check_failed(prepared, plan.context);
+  const int64_t first = prepared.front();
+  if (first == parts_.board->worker()) return plan.work();
   WaitContext context = plan.context;
-  context.worker = first;
-  context.has_deadline = false;  // the others stand still for as long as it takes
-  const bool has_ended = board_->wait(board_->line(first).met, 3 * meetings_ + kDone, context);
+  context.has_deadline = plan.works_in_time;
+  const bool has_ended = wait_for(first, kDone, context);
   check_failed({first}, plan.context);
   if (has_ended) return;
   C10_THROW_ERROR(DistBackendError,
                   error_text(kPsArea,
-                             c10::str(plan.context.text(), ": ", board_->name_of(first),
-                                      " has gone while it was at it"),
-                             board_->where(), "Call this again on all workers."));
+                             c10::str(plan.context.text(), ": ", parts_.board->name_of(first),
+                                      parts_.texts.has_gone),
+                             parts_.board->where(), parts_.texts.after_end));
+}
+
+// Leaves no word behind another worker's: each worker finds the one that failed first.
+void WorkerMeeting::fail(std::string_view reason) noexcept {
+  if (others_failed_) return;
+  parts_.board->line(*parts_.board->worker()).leave_word(reason);
+  own_line().failed.store(meetings_ + 1, std::memory_order_seq_cst);
+}
+
+void WorkerMeeting::end() noexcept {
+  reach(kDone);
+  ++meetings_;
+}
+
+void WorkerMeeting::hold(const Plan& plan) {
+  const auto at_end = c10::make_scope_exit([this] { end(); });
+  try {
+    begin(plan);
+    work(plan);
+  } catch (const std::exception& error) {
+    fail(what_of(error));
+    throw;
+  }
 }
 
 }  // namespace trireme::ps

@@ -21,6 +21,13 @@ bool lies_on_cpu(const TableSpec& table) {
                      [](const at::Tensor& tensor) { return tensor.is_cpu(); });
 }
 
+constexpr WorkerMeeting::Texts kSavingTexts{
+    .at_other_clock = "Call it after as many clocks on all workers.",
+    .has_failed = " could not: ",
+    .after_failure = "Mend what it says, and call this again on all workers.",
+    .has_gone = " has gone while it was at it",
+    .after_end = "Call this again on all workers."};
+
 // Lets messages say what a dead worker held, as long as the tables live.
 void describe_held(const WorkerTables& made) {
   const std::vector<std::weak_ptr<Table>> tables(made.tables.begin(), made.tables.end());
@@ -45,7 +52,11 @@ WorkerTables make_host_tables(const HostTablesRequest& request) {
   WorkerTables made;
   made.board = request.board;
   made.session = std::make_shared<WorkerSession>(made.board);
-  made.meeting = std::make_shared<WorkerMeeting>(made.board);
+  const auto line_of = [board = made.board](int64_t worker) -> MeetingLine& {
+    return board->line(worker).saving;
+  };
+  made.meeting =
+      std::make_shared<WorkerMeeting>(WorkerMeeting::Parts{made.board, line_of, kSavingTexts});
   const ServerPlan& plan = request.memory->plan();
   for (size_t i = 0; i < plan.specs.size(); ++i) {
     const TableSpec& spec = *plan.specs[i];

@@ -2,6 +2,7 @@
 
 #include <trireme/common/interruption.h>
 
+#include <stdexcept>
 #include <strategies/parameter_server/ps_ranks.h>
 #include <vector>
 
@@ -18,8 +19,9 @@ void add_in_place(const at::Tensor& tensor, double value) {
 }
 
 // Is thrown as if a signal handler raised, on the threads that say so.
-struct Called final : Interruption {
-  Called() : Interruption("Called was raised by a signal handler") {}
+struct Called final : std::runtime_error, Interruption {
+  Called() : std::runtime_error(kText), Interruption(kText) {}
+  static constexpr const char* kText = "Called was raised by a signal handler";
 };
 thread_local bool is_called_away = false;
 
@@ -165,6 +167,65 @@ TEST_CASE("a parameter that was written in place is told once; inside writing() 
   CHECK_THAT(said[1][1], Catch::Contains("no values on this rank"));
   CHECK(said[0][3] == "10");
   CHECK(said[1][2] == "10");
+}
+
+TEST_CASE("all name the worker that has failed in writing(), which is not held twice") {
+  const auto said = on_workers<Texts>(3, [](ThreadRank& rank) {
+    torch::nn::Sequential net = two_layers();
+    ps::ParameterServer server(rank.communicator, {ps::dense("net", net, ps::SGD{})});
+    ps::DenseTable& table = server.dense("net");
+    table.pull();
+    const at::Tensor bias = net->parameters()[3];
+    Texts texts;
+    for (const bool is_right : {false, true}) {
+      texts.push_back(error_of([&] {
+        const auto writing = table.writing();
+        add_in_place(bias, 10 - bias[0].item<double>());
+        if (rank.where.rank == 2 && !is_right) const auto again = table.writing();
+      }));
+      texts.push_back(is_right == (bias[0].item<double>() == 10) ? "as it should be" : "not so");
+    }
+    return texts;
+  });
+  for (const size_t rank : {0, 1}) {
+    CHECK_THAT(said[rank][0], Catch::Contains("worker 2 (rank 2, process "));
+    CHECK_THAT(said[rank][0], !Catch::Contains("DistBackendError"));
+  }
+  CHECK_THAT(said[2][0], Catch::Contains("writing: got a call inside of writing() of table 'net'"));
+  for (const Texts& texts : said)
+    CHECK(Texts(texts.begin() + 1, texts.end()) ==
+          Texts{"as it should be", "no error", "as it should be"});
+}
+
+TEST_CASE("a worker that was called away from writing() comes again, with one that had not come") {
+  set_interruption_check(&look_for_calls);
+  const auto said = on_workers<Texts>(2, [](ThreadRank& rank) {
+    torch::nn::Sequential net = two_layers();
+    ps::ParameterServer server(rank.communicator, {ps::dense("net", net, ps::SGD{})});
+    ps::DenseTable& table = server.dense("net");
+    table.pull();
+    Texts texts{"no error"};
+    if (rank.where.rank == 0) {
+      is_called_away = true;
+      try {
+        table.begin_writing();
+      } catch (const Called& called) {
+        texts[0] = called.reason;
+      }
+      is_called_away = false;
+    }
+    rank.communicator->barrier("called away").wait();
+    const at::Tensor bias = net->parameters()[3];
+    {
+      const auto writing = table.writing();
+      add_in_place(bias, static_cast<double>(rank.where.rank + 10) - bias[0].item<double>());
+    }
+    texts.push_back(std::to_string(static_cast<int>(bias[0].item<double>())));
+    return texts;
+  });
+  CHECK_THAT(said[0][0], Catch::Contains("Called was raised by a signal handler"));
+  CHECK(said[0][1] == "10");
+  CHECK(said[1] == Texts{"no error", "10"});
 }
 
 TEST_CASE("views show the table's memory; copies do not") {
