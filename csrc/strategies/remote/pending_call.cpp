@@ -19,30 +19,6 @@ void PendingCall::complete(Outcome outcome) {
   done_.store(true, std::memory_order_seq_cst);
 }
 
-int64_t PendingCalls::add(PendingCallPtr call) {
-  const std::lock_guard lock(mutex_);
-  all_.emplace(next_, std::move(call));
-  return next_++;
-}
-
-PendingCallPtr PendingCalls::take(int64_t number) {
-  const std::lock_guard lock(mutex_);
-  auto node = all_.extract(number);
-  return node.empty() ? nullptr : std::move(node.mapped());
-}
-
-template <typename Fits>
-std::vector<PendingCallPtr> PendingCalls::take_if(const Fits& fits) {
-  std::vector<PendingCallPtr> taken;
-  const std::lock_guard lock(mutex_);
-  std::erase_if(all_, [&](auto& entry) {
-    if (!fits(*entry.second)) return false;
-    taken.push_back(std::move(entry.second));
-    return true;
-  });
-  return taken;
-}
-
 std::vector<PendingCallPtr> PendingCalls::take_late(shm::Clock::time_point now) {
   return take_if([&](const PendingCall& call) { return call.deadline() <= now; });
 }
@@ -55,11 +31,6 @@ void PendingCalls::lose(int64_t to, const std::string& why) {
 void PendingCalls::lose_all(const std::string& why) {
   for (const auto& call : take_if([](const PendingCall&) { return true; }))
     call->complete(Unanswered{why});
-}
-
-bool PendingCalls::is_empty() const {
-  const std::lock_guard lock(mutex_);
-  return all_.empty();
 }
 
 }  // namespace trireme::remote

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <trireme/comm/requests.h>
 #include <trireme/common/export.h>
 #include <trireme/shm/flag_wait.h>
 #include <trireme/strategies/remote/wire_messages.h>
@@ -8,10 +9,8 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <variant>
 #include <vector>
 
@@ -57,25 +56,13 @@ class TRIREME_API PendingCall {
 using PendingCallPtr = std::shared_ptr<PendingCall>;
 
 // The calls of this rank that have no answer yet. Thread-safe.
-class TRIREME_API PendingCalls {
+class TRIREME_API PendingCalls : public OpenRequests<PendingCall> {
  public:
-  int64_t add(PendingCallPtr call);
-  // Removes and returns a call; null if no thread waits for it any more.
-  PendingCallPtr take(int64_t number);
   // Removes and returns the calls whose deadline has passed.
   std::vector<PendingCallPtr> take_late(shm::Clock::time_point now);
   // Complete calls as lost: the calls to one rank, or all.
   void lose(int64_t to, const std::string& why);
   void lose_all(const std::string& why);
-  bool is_empty() const;
-
- private:
-  template <typename Fits>
-  std::vector<PendingCallPtr> take_if(const Fits& fits);
-
-  mutable std::mutex mutex_;
-  std::unordered_map<int64_t, PendingCallPtr> all_;
-  int64_t next_ = 0;
 };
 
 }  // namespace trireme::remote

@@ -59,8 +59,7 @@ RemoteAnswer ShardClient::ask(int64_t host, ShareRequest request, Tensors tensor
                               const WaitContext& context) {
   auto answer = std::make_shared<AnswerOfHost>();
   answer->host = host;
-  request.ticket = tickets_++;
-  asked_[request.ticket] = answer;
+  request.ticket = asked_.add(answer);
   tell(host, request, std::move(tensors), context);
   return answer;
 }
@@ -69,19 +68,15 @@ void ShardClient::tell_all(const ShareRequest& request, const WaitContext& conte
   for (const int64_t host : others()) tell(host, request, {}, context);
 }
 
-// Takes messages that have come, and drops answers that no caller wants any more.
 void ShardClient::take_answers() {
   for (MessageBox::Arrival& arrival : parts_.box->take_arrivals()) {
     ShareAnswer read = share_answer_of(arrival.message.text);
     if (read.ticket < 0) last_words_[arrival.from] = std::move(read.error);
-    const auto found = asked_.find(read.ticket);
-    if (found == asked_.end()) continue;
-    if (const RemoteAnswer answer = found->second.lock()) {
-      answer->has_come = true;
-      answer->error = std::move(read.error);
-      answer->tensors = std::move(arrival.message.tensors);
-    }
-    asked_.erase(found);
+    const RemoteAnswer answer = asked_.take(read.ticket);
+    if (!answer) continue;
+    answer->has_come = true;
+    answer->error = std::move(read.error);
+    answer->tensors = std::move(arrival.message.tensors);
   }
 }
 

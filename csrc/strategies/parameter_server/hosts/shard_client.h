@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/comm/message_box.h>
+#include <trireme/comm/requests.h>
 #include <trireme/common/export.h>
 #include <trireme/shm/flag_wait.h>
 #include <trireme/strategies/parameter_server/hosts/shard_messages.h>
@@ -77,8 +78,7 @@ class TRIREME_API ShardClient {
   std::string name_of(int64_t host) const;
 
   Parts parts_;
-  int64_t tickets_ = 0;
-  std::map<int64_t, std::weak_ptr<AnswerOfHost>> asked_;
+  OpenRequests<AnswerOfHost> asked_;
   // By the rank of a server: the error that ended it, and the time at which it was found gone.
   std::map<int64_t, std::string> last_words_;
   std::map<int64_t, shm::Clock::time_point> gone_since_;
