@@ -21,9 +21,9 @@ namespace trireme::remote {
 
 // The future of a call. Thread-safe.
 template <typename T>
-class Pending {
+class Future {
  public:
-  Pending(std::shared_ptr<RpcAgent> board, PendingCallPtr call)
+  Future(std::shared_ptr<RpcAgent> board, PendingCallPtr call)
       : board_(std::move(board)), call_(std::move(call)) {}
 
   // Returns the result, or throws the call's exception; may be called again.
@@ -64,7 +64,7 @@ class TRIREME_API Caller {
     return call_async<T>(to, std::move(name), args...).wait();
   }
   template <typename T = void, typename... A>
-  Pending<T> call_async(std::string_view to, std::string name, const A&... args) const {
+  Future<T> call_async(std::string_view to, std::string name, const A&... args) const {
     return {board_, begin(board_->rank_of(to), Verb::kFunction, std::move(name), nullptr,
                           {value_of(args)...})};
   }
@@ -72,8 +72,8 @@ class TRIREME_API Caller {
   // Makes an object of a class at the callee, which lives as long as any Ref to it does.
   template <typename... A>
   RefPtr create(std::string_view to, std::string class_name, const A&... args) const {
-    const Pending<RefPtr> made{board_, begin(board_->rank_of(to), Verb::kCreate,
-                                             std::move(class_name), nullptr, {value_of(args)...})};
+    const Future<RefPtr> made{board_, begin(board_->rank_of(to), Verb::kCreate,
+                                            std::move(class_name), nullptr, {value_of(args)...})};
     return made.wait();
   }
   template <typename T = void, typename... A>
@@ -81,8 +81,8 @@ class TRIREME_API Caller {
     return call_method_async<T>(ref, method, args...).wait();
   }
   template <typename T = void, typename... A>
-  Pending<T> call_method_async(const RefPtr& ref, const std::string& method,
-                               const A&... args) const {
+  Future<T> call_method_async(const RefPtr& ref, const std::string& method,
+                              const A&... args) const {
     return {board_, begin(ref->address().owner, Verb::kMethod,
                           ref->address().class_name + "." + method, ref, {value_of(args)...})};
   }

@@ -224,7 +224,7 @@ TEST_CASE("Calls of a batch are served at once, in the order in which they come"
     if (rank == 2) return;
     const auto mine = endpoint.create("p2", "Counter", int64_t{0});
     wrong[rank] = 0;
-    std::deque<std::pair<int64_t, remote::Pending<std::tuple<int64_t, int64_t>>>> calls;
+    std::deque<std::pair<int64_t, remote::Future<std::tuple<int64_t, int64_t>>>> calls;
     const auto finish_first = [&] {
       if (calls.front().second.wait() != std::tuple(calls.front().first, int64_t{3})) ++wrong[rank];
       calls.pop_front();
@@ -282,7 +282,7 @@ TEST_CASE("Thousands of calls are in flight from several threads", "[remote]") {
         std::vector<std::thread> threads;
         for (int64_t t = 0; t < 4; ++t)
           threads.emplace_back([&] {
-            std::vector<remote::Pending<std::optional<int64_t>>> calls;
+            std::vector<remote::Future<std::optional<int64_t>>> calls;
             for (int64_t i = 0; i < 1000; ++i)
               calls.push_back(endpoint.call_async<std::optional<int64_t>>(
                   "p1", "maybe", std::optional<int64_t>(i)));
