@@ -68,7 +68,7 @@ def _loose_server(case: RowsCase) -> Any:
 
 
 def _bsp_sides(case: RowsCase, gradients: Tensor, group: Any) -> dict[str, Call]:
-    """One worker, whose clocks close at once."""
+    """One worker, whose clocks are committed at once."""
     from trireme import ps
 
     server = ps.ParameterServer([ps.Sparse("sgd", case.dim, optimizer=ps.SGD(0.1))], group=group)

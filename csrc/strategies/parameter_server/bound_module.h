@@ -19,8 +19,8 @@ namespace trireme::ps {
 // [Note: parameters in the memory of a table]
 //
 // Under bsp without backup the parameters of a module on the CPU are the values of the table: no
-// pull moves a byte. That works because a clock closes only when all workers have clocked it: a
-// worker that has pulled keeps the values as they are until its own clock(), which says that it
+// pull moves a byte. That works because a clock is committed only when all workers have clocked it:
+// a worker that has pulled keeps the values as they are until its own clock(), which says that it
 // reads them no more and bumps their versions, so that a graph kept over it raises as torch's own
 // does. Between clock() and the next pull() others write; a worker that reads then may see half a
 // step. Python's modules refuse a forward; C++ has no hook for that.

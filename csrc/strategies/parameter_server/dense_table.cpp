@@ -152,9 +152,10 @@ NamedTensors DenseTable::named(const std::vector<at::Tensor>& tensors) const {
 }
 
 void DenseTable::check_view(bool view) const {
-  TORCH_CHECK_VALUE(!view || board().options().backup == 0,
-                    error_text(kPsArea, "pull: got a view with backup workers, expected a copy",
-                               board().where(), "A clock may close while a late worker reads."));
+  TORCH_CHECK_VALUE(
+      !view || board().options().backup == 0,
+      error_text(kPsArea, "pull: got a view with backup workers, expected a copy", board().where(),
+                 "A clock may be committed while a late worker reads."));
   TORCH_CHECK_VALUE(!view || remote() == nullptr,
                     error_text(kPsArea, "pull: got a view over hosts, expected a copy",
                                board().where(), "Other hosts have a part of the table."));
@@ -445,13 +446,13 @@ void DenseTable::release_module() {
     bound_.reset();
   });
   if (bound_->is_readable()) return;
-  // One more clock may close and be applied while the parameters are copied; a further one cannot,
-  // because this worker has not clocked it.
-  steps_.bring_to(board().closed(), context("close"));
+  // One more clock may be committed and applied while the parameters are copied; a further one
+  // cannot, because this worker has not clocked it.
+  steps_.bring_to(board().committed(), context("close"));
   const uint64_t before = steps_.applied();
   bound_->unbind();
-  if (board().closed() == before) return;
-  steps_.bring_to(board().closed(), context("close"));
+  if (board().committed() == before) return;
+  steps_.bring_to(board().committed(), context("close"));
   bound_->refresh();
 }
 

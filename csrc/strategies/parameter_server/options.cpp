@@ -53,7 +53,7 @@ std::string complaint_about(const Options& options, int64_t workers) {
                     "', expected 0: only ssp has a bound");
   if (options.backup != 0 && options.mode != Mode::kBsp)
     return c10::str("backup=", options.backup, " under mode='", mode,
-                    "', expected 0: only bsp closes clocks");
+                    "', expected 0: only bsp commits clocks");
   if (options.backup < 0 || options.backup >= workers)
     return c10::str("backup=", options.backup, ", expected one in [0, ", workers, ")");
   if (options.backup > 0 && workers > kMostWithBackup)

@@ -39,7 +39,7 @@ struct Options {
   Mode mode = Mode::kBsp;
   // How many clocks a worker may be ahead of the slowest one when it pulls; ssp only.
   int64_t staleness = 0;
-  int64_t backup = 0;  // bsp only: the number of workers that a clock may close without
+  int64_t backup = 0;  // bsp only: the number of workers that no clock waits for
   Servers servers = {};
   std::optional<std::chrono::milliseconds> timeout = {};  // of one wait; unset: the group's
   WorkerLoss on_worker_loss = WorkerLoss::kRaise;

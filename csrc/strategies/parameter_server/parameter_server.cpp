@@ -246,7 +246,7 @@ void ParameterServer::load(const std::string& path) {
   together(ranks, [&] {
     check_clocks();
     if (!works) return;
-    for (const auto& table : here_.tables) table->bring_to_closed();
+    for (const auto& table : here_.tables) table->bring_to_committed();
   });
   const at::NoGradGuard no_grad;
   const WorkerTables* tables = setup_->loader();

@@ -35,7 +35,7 @@ struct Stats {
   std::map<std::string, double> waited = {};  // seconds of this rank, by cause
   int64_t pulls = 0;                          // this worker's, as the next four
   int64_t pushes = 0;
-  int64_t dropped = 0;  // pushes of clocks that were closed without this worker
+  int64_t dropped = 0;  // pushes of clocks that were committed without this worker
   int64_t bytes_pulled = 0;
   int64_t bytes_pushed = 0;
   int64_t torn = 0;  // blocks that any worker died in
@@ -64,16 +64,17 @@ struct Stats {
 //
 // A worker's clock is the number of its clock() calls. There are W workers, and the staleness s is
 // the server's or a table's own.
-// - bsp: pushes of clock c are kept apart by worker. The clock closes when all workers have clocked
-//   it; then they are added in the order of worker numbers, divided by W (or not, Reduction::kSum),
-//   and the optimizer makes one step. A pull at clock c returns the result of c steps; pushes of
-//   the open clock, the worker's own too, are not in it. It waits for the slowest worker. A push
-//   waits while the clock before the last one is not applied. With whole-number gradients this is
-//   synchronous SGD bit for bit; with others the bits are those of that order of sums, whichever
-//   worker came first.
-// - bsp with backup workers k: a clock closes when all but k workers have clocked it, and the mean
-//   is over the workers that have. A push for a closed clock is dropped and counted; clock() takes
-//   the late worker to the present one, and until then its pulls return the present values.
+// - bsp: pushes of clock c are kept apart by worker. The clock is committed when all workers have
+//   clocked it; then they are added in the order of worker numbers, divided by W (or not,
+//   Reduction::kSum), and the optimizer makes one step. A pull at clock c returns the result of c
+//   steps; pushes of the open clock, the worker's own too, are not in it. It waits for the slowest
+//   worker. A push waits while the clock before the last one is not applied. With whole-number
+//   gradients this is synchronous SGD bit for bit; with others the bits are those of that order of
+//   sums, whichever worker came first.
+// - bsp with backup workers k: a clock is committed when all but k workers have clocked it, and the
+//   mean is over the workers that have. A push for a committed clock is dropped and counted;
+//   clock() takes the late worker to the present one, and until then its pulls return the present
+//   values.
 // - ssp: a push is a step of its own, taken when it comes, undivided. A pull at clock c waits until
 //   the slowest worker has clock >= c - s. It sees every push made in clocks < c - s and all of the
 //   worker's own, perhaps newer ones, and all that an earlier pull saw. clock() never waits. s = 0

@@ -115,11 +115,12 @@ void ProgressTable::begin_at_open_clock() {
     own.state.store(LineState::kHere, std::memory_order_seq_cst);
   };
   if (options_.mode == Mode::kBsp) {
-    close_clocks();
-    uint64_t word = header().closed.load(std::memory_order_seq_cst);
+    commit_clocks();
+    uint64_t word = header().committed.load(std::memory_order_seq_cst);
     do {
       begin_at(word >> BoardHeader::kJoinBits);
-    } while (!header().closed.compare_exchange_strong(word, word + 1, std::memory_order_seq_cst));
+    } while (
+        !header().committed.compare_exchange_strong(word, word + 1, std::memory_order_seq_cst));
   } else {
     begin_at(slowest_clock());
   }
@@ -199,9 +200,9 @@ void ProgressTable::set_clock(uint64_t clock) {
   if (options_.mode == Mode::kSsp) ring_all();
 }
 
-// See [Note: how a clock closes].
-bool ProgressTable::close_next() {
-  uint64_t before = header().closed.load(std::memory_order_seq_cst);
+// See [Note: how a clock is committed].
+bool ProgressTable::commit_next() {
+  uint64_t before = header().committed.load(std::memory_order_seq_cst);
   const uint64_t clock = before >> BoardHeader::kJoinBits;
   std::atomic<uint64_t>& taken = header().taken[clock % BoardHeader::kTaken];
   uint64_t word = taken.load(std::memory_order_seq_cst);
@@ -223,14 +224,14 @@ bool ProgressTable::close_next() {
     if (options_.backup > 0)
       taken.compare_exchange_strong(word, tag_of(clock) | mask, std::memory_order_seq_cst);
   }
-  header().closed.compare_exchange_strong(before, before + (uint64_t{1} << BoardHeader::kJoinBits),
-                                          std::memory_order_seq_cst);
+  header().committed.compare_exchange_strong(
+      before, before + (uint64_t{1} << BoardHeader::kJoinBits), std::memory_order_seq_cst);
   return true;
 }
 
-void ProgressTable::close_clocks() {
+void ProgressTable::commit_clocks() {
   bool any = false;
-  while (close_next()) any = true;
+  while (commit_next()) any = true;
   if (any) ring_all();
 }
 
@@ -247,7 +248,7 @@ void ProgressTable::leave(LineState state, std::string_view reason) noexcept {
   if (!reason.empty()) own.leave_word(reason);
   own.state.store(state, std::memory_order_seq_cst);
   if (excuses(state)) own.awaited.store(WorkerLine::kGone, std::memory_order_seq_cst);
-  if (options_.mode == Mode::kBsp) close_clocks();
+  if (options_.mode == Mode::kBsp) commit_clocks();
   ring_all();
 }
 
@@ -380,7 +381,7 @@ class ProgressTable::LineWatch final : public shm::Watch {
     if (board_.worker_lock_.is_ended_here()) return true;
     const std::unique_lock turn(board_.worker_lock_);
     board_.note_ended();
-    if (board_.options_.mode == Mode::kBsp) board_.close_clocks();
+    if (board_.options_.mode == Mode::kBsp) board_.commit_clocks();
     if (board_.find_lost()) return true;
     if (context_.worker >= 0 && board_.is_gone(context_.worker)) return true;
     if (board_.options_.on_worker_loss == WorkerLoss::kContinue || board_.group_ == nullptr)
@@ -451,7 +452,7 @@ void ProgressTable::check_peers(const WaitContext& context) {
   const auto now = shm::Clock::now();
   if (now - looked_at_ < kPeersEvery) return;
   looked_at_ = now;
-  if (note_ended() && options_.mode == Mode::kBsp) close_clocks();
+  if (note_ended() && options_.mode == Mode::kBsp) commit_clocks();
   if (const auto lost = find_lost()) refuse_lost(context, *lost);
 }
 

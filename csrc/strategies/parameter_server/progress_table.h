@@ -28,23 +28,23 @@ class HostGroup;
 
 namespace trireme::ps {
 
-// [Note: how a clock closes]
+// [Note: how a clock is committed]
 //
 // A worker's clock is the number of its clock() calls, in its own line; no other worker writes it.
-// Under bsp the shared number `closed` counts the clocks whose pushes may be applied. Any worker
-// closes the next clock once all live workers have clocked it, or all but `backup`. Without backup
+// Under bsp the shared number `committed` counts the clocks whose pushes may be applied. Any worker
+// commits the next clock once all live workers have clocked it, or all but `backup`. Without backup
 // the workers' clocks say whose pushes are in it: a worker that has left or died keeps the clock it
 // had. With backup a word says so, a bit per worker, written by one compare-and-swap before
-// `closed` moves; so all workers that apply the clock see the same pushes, and a worker that is
+// `committed` moves; so all workers that apply the clock see the same pushes, and a worker that is
 // killed in between leaves nothing half done.
 //
 // [Note: workers that join]
 //
 // There are more lines than workers. A worker that joins takes the next line, and no other worker
 // waits for it (kVacant) until it is here, at the open clock. A worker that looked before might
-// still close that clock without it. So `closed` counts the joined workers in its lowest bits, and
-// a clock is closed by a compare-and-swap that fails if a worker has joined since. A line says with
-// which clock its worker began: earlier clocks were closed without it.
+// still commit that clock without it. So `committed` counts the joined workers in its lowest bits,
+// and a clock is committed by a compare-and-swap that fails if a worker has joined since. A line
+// says with which clock its worker began: earlier clocks were committed without it.
 
 enum class LineState : uint32_t {
   kVacant,  // no worker yet
@@ -87,8 +87,8 @@ struct BoardHeader {
   static constexpr int kJoinBits = 8;
 
   alignas(64) std::atomic<uint64_t> workers;  // lines in use
-  // The number of closed clocks, times 2^kJoinBits, plus the number of workers that have joined.
-  alignas(64) std::atomic<uint64_t> closed;
+  // The number of committed clocks, times 2^kJoinBits, plus the number of workers that have joined.
+  alignas(64) std::atomic<uint64_t> committed;
   // The workers whose pushes are in each of the last kTaken clocks, with backup only.
   alignas(64) std::array<std::atomic<uint64_t>, kTaken> taken;
 };
@@ -157,20 +157,20 @@ class TRIREME_API ProgressTable {
 
   uint64_t clock() const { return line(own_).clock.load(std::memory_order_relaxed); }
   uint64_t clock_of(int64_t worker) const;
-  uint64_t closed() const {
-    return header().closed.load(std::memory_order_seq_cst) >> BoardHeader::kJoinBits;
+  uint64_t committed() const {
+    return header().committed.load(std::memory_order_seq_cst) >> BoardHeader::kJoinBits;
   }
   // Returns whether nobody waits for that worker: it has left, or, under kContinue, died, or is
   // about to join.
   bool is_gone(int64_t worker) const;
   LineState state_of(int64_t worker) const;
-  // Returns whether a closed clock includes the pushes of that worker.
+  // Returns whether a committed clock includes the pushes of that worker.
   bool takes(int64_t worker, uint64_t clock) const;
 
   // Sets the clock of this worker, and under ssp wakes all others.
   void set_clock(uint64_t clock);
-  // Closes all clocks that can be closed, and wakes the workers that wait for them.
-  void close_clocks();
+  // Commits all clocks that can be, and wakes the workers that wait for them.
+  void commit_clocks();
   // Marks this worker, or server, as gone, so that nobody waits for it any more. Never throws.
   void leave(LineState state, std::string_view reason) noexcept;
   void ring_all() noexcept;
@@ -181,8 +181,8 @@ class TRIREME_API ProgressTable {
   // worker has died or failed; RuntimeError if another thread closes the server; what a signal
   // handler raised.
   bool wait(const std::atomic<uint64_t>& counter, uint64_t target, const WaitContext& context);
-  bool wait_closed(uint64_t target, const WaitContext& context) {
-    return wait(header().closed, target << BoardHeader::kJoinBits, context);
+  bool wait_committed(uint64_t target, const WaitContext& context) {
+    return wait(header().committed, target << BoardHeader::kJoinBits, context);
   }
   // Waits until that worker has reached a clock, or is gone.
   void wait_clock(int64_t worker, uint64_t clock, const WaitContext& context) {
@@ -224,7 +224,7 @@ class TRIREME_API ProgressTable {
   void watch_all();
   std::vector<int64_t> watched() const;
   bool excuses(LineState state) const;
-  bool close_next();
+  bool commit_next();
   bool note_ended();
   bool wait_asleep(const std::atomic<uint64_t>& counter, uint64_t target,
                    const WaitContext& context);

@@ -57,10 +57,11 @@ void Table::set_lr(double lr) {
                  board_->where(), "Pass another one."));
   TORCH_CHECK_VALUE(
       board_->options().backup == 0,
-      error_text(kPsArea,
-                 c10::str("set_lr: got table '", spec_->name,
-                          "' with backup workers, whose clocks may close without this worker"),
-                 board_->where(), "Give the learning rate to the optimizer, or use no backup."));
+      error_text(
+          kPsArea,
+          c10::str("set_lr: got table '", spec_->name,
+                   "' with backup workers, whose clocks may be committed without this worker"),
+          board_->where(), "Give the learning rate to the optimizer, or use no backup."));
   if (remote() == nullptr) return own_steps().set_learning_rate(lr, context("push"));
   // From here on no other thread comes in between, so that the rate is of one clock on all hosts.
   wait_to_push();
@@ -79,7 +80,7 @@ void Table::before_clock() {
 }
 
 void Table::after_clock() {
-  if (is_bsp()) own_steps().apply_closed();
+  if (is_bsp()) own_steps().apply_committed();
 }
 
 // --- saving --------------------------------------------------------------------------------------
@@ -91,8 +92,8 @@ void Table::drop_pushes() {
   open_pushes_.clear();
 }
 
-void Table::bring_to_closed() {
-  if (is_bsp()) own_steps().bring_to(board_->closed(), context("pull"));
+void Table::bring_to_committed() {
+  if (is_bsp()) own_steps().bring_to(board_->committed(), context("pull"));
 }
 
 void Table::note_loaded() { own_steps().forget_learning_rate(); }
@@ -138,11 +139,11 @@ void Table::read_one_clock(const std::function<void()>& read) {
   if (board_->options().backup == 0) return read();
   const WaitContext context = this->context("pull");
   for (const auto deadline = board_->deadline();; board_->check_deadline(deadline, context)) {
-    own_steps().bring_to(board_->closed(), context);
+    own_steps().bring_to(board_->committed(), context);
     const uint64_t before = steps().applied();
     read();
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (board_->closed() == before) return;
+    if (board_->committed() == before) return;
   }
 }
 

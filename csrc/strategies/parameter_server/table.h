@@ -66,8 +66,8 @@ class TRIREME_API Table {
   // Forgets this worker's pushes of the open clock (bsp).
   virtual void drop_pushes();
   void settle_learning_rate() { own_steps().settle_learning_rate(); }
-  // Applies all closed clocks to the values.
-  void bring_to_closed();
+  // Applies all committed clocks to the values.
+  void bring_to_committed();
   const TableSpec& spec() const { return *spec_; }
   // Returns all tensors that this host keeps of the table. Valid, as the next functions, while all
   // workers stand still.
@@ -127,7 +127,7 @@ class TRIREME_API Table {
       wait_for(clock);
     } while (is_bsp() && board_->clock() != clock);
   }
-  // Calls `read` until no clock was closed meanwhile, which only happens with backup workers.
+  // Calls `read` until no clock was committed meanwhile, which only happens with backup workers.
   void read_one_clock(const std::function<void()>& read);
   // Returns a pull that `read` finishes: at once if it need not wait, else in wait(). `has_answers`
   // says whether the other hosts have answered, if they were asked.
@@ -142,7 +142,7 @@ class TRIREME_API Table {
   bool can_push() const;
   // Waits until it is.
   void wait_to_push();
-  // Waits so, and counts the push; returns false if its clock was closed without this worker, so
+  // Waits so, and counts the push; returns false if its clock was committed without this worker, so
   // that it is dropped.
   bool begin_push();
   // Keeps a push whose place is not free: `push`, which waits for no clock, is called in wait(), in

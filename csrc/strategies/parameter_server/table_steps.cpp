@@ -131,19 +131,19 @@ bool TableSteps::apply(uint64_t clock, const WaitContext* context) {
 
 void TableSteps::bring_to(uint64_t clocks, const WaitContext& context) {
   for (uint64_t now = applied(); now < clocks; now = applied()) {
-    if (board_->closed() <= now) board_->close_clocks();
-    if (board_->closed() > now) {
+    if (board_->committed() <= now) board_->commit_clocks();
+    if (board_->committed() > now) {
       apply(now, &context);
     } else {
       WaitContext open = context;
       open.lets_others_in = true;
-      board_->wait_closed(now + 1, open);
+      board_->wait_committed(now + 1, open);
     }
   }
 }
 
-void TableSteps::apply_closed() {
-  for (uint64_t now = applied(); now < board_->closed(); now = applied())
+void TableSteps::apply_committed() {
+  for (uint64_t now = applied(); now < board_->committed(); now = applied())
     if (!apply(now, nullptr)) return;
 }
 

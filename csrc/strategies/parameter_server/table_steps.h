@@ -21,19 +21,19 @@ namespace trireme::ps {
 //
 // A table is cut into blocks: adjacent elements of a dense table, a share of the ids of a sparse
 // one. A worker that writes a block holds its line (BlockLock). Under bsp workers that apply a
-// closed clock claim blocks by one shared counter, so that each gets different ones; then they look
-// for blocks that are still behind, which they step or wait for. The counter only spreads the work:
-// a block's holder word decides which worker steps it, and its own number of applied clocks whether
-// it needs a step. So if a worker dies after claiming a block, another worker applies it. Under ssp
-// and async a push steps at once: every block of a dense table, each worker beginning at another
-// one, or the rows of a sparse one, each of which has a word of its own.
+// committed clock claim blocks by one shared counter, so that each gets different ones; then they
+// look for blocks that are still behind, which they step or wait for. The counter only spreads the
+// work: a block's holder word decides which worker steps it, and its own number of applied clocks
+// whether it needs a step. So if a worker dies after claiming a block, another worker applies it.
+// Under ssp and async a push steps at once: every block of a dense table, each worker beginning at
+// another one, or the rows of a sparse one, each of which has a word of its own.
 //
 // A holder that has stepped says so in its word before anything else. One that dies before that
 // leaves a torn block: some of its elements may have been stepped. Under kContinue the next worker
 // that needs the block takes it over, counts it as torn and leaves it as it is.
 
-// Applies closed clocks to a table; subclasses define the step of a block. Non-const functions are
-// called by the thread that has the worker's lock.
+// Applies committed clocks to a table; subclasses define the step of a block. Non-const functions
+// are called by the thread that has the worker's lock.
 class TRIREME_API TableSteps {
  public:
   struct Parts {
@@ -54,11 +54,11 @@ class TRIREME_API TableSteps {
 
   // Returns how many clocks are in the values.
   uint64_t applied() const { return memory_.header().applied.load(std::memory_order_acquire); }
-  // Waits until so many clocks are closed and applied, and applies what is closed. Lets other
+  // Waits until so many clocks are committed and applied, and applies what is committed. Lets other
   // threads of this worker in.
   void bring_to(uint64_t clocks, const WaitContext& context);
-  // Applies closed clocks, until another worker holds a block that it needs.
-  void apply_closed();
+  // Applies committed clocks, until another worker holds a block that it needs.
+  void apply_committed();
   // Publishes this worker's learning rate; called before the clock moves. If it was set in one of
   // the last three clocks, waits until its place is free.
   void carry_learning_rate(const WaitContext& context);
@@ -79,7 +79,7 @@ class TRIREME_API TableSteps {
   virtual int64_t count_torn(std::vector<std::string>& names) const;
 
  protected:
-  // The step of a closed clock, equal on all workers that apply it.
+  // The step of a committed clock, equal on all workers that apply it.
   struct ClockStep {
     uint64_t clock = 0;
     double lr = 0;

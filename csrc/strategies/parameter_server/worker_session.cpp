@@ -57,7 +57,7 @@ std::unique_lock<WorkerLock> WorkerSession::enter_open(std::string_view verb) co
 }
 
 void WorkerSession::settle_pushes() {
-  while (!unsettled_.empty() && board_->closed() > unsettled_.front().clock) {
+  while (!unsettled_.empty() && board_->committed() > unsettled_.front().clock) {
     const ClockPushes& first = unsettled_.front();
     if (!board_->takes(*board_->worker(), first.clock)) counts_.dropped += first.pushes;
     unsettled_.pop_front();
@@ -68,7 +68,7 @@ bool WorkerSession::count_push() {
   ++counts_.pushes;
   if (board_->options().backup == 0) return true;
   settle_pushes();
-  if (board_->closed() > board_->clock()) {
+  if (board_->committed() > board_->clock()) {
     ++counts_.dropped;
     return false;
   }
@@ -80,22 +80,22 @@ void WorkerSession::move_clock() {
   const uint64_t clock = board_->clock();
   if (board_->options().backup == 0) {
     board_->set_clock(clock + 1);
-    board_->close_clocks();
+    board_->commit_clocks();
     return;
   }
   settle_pushes();
   const int64_t pushes = std::exchange(open_pushes_, 0);
-  if (board_->closed() > clock) {
+  if (board_->committed() > clock) {
     counts_.dropped += pushes;
-    board_->set_clock(board_->closed());
+    board_->set_clock(board_->committed());
   } else {
     unsettled_.push_back({clock, pushes});
     board_->set_clock(clock + 1);
-    board_->close_clocks();
+    board_->commit_clocks();
     settle_pushes();
-    if (board_->closed() > clock + 1) board_->set_clock(board_->closed());
+    if (board_->committed() > clock + 1) board_->set_clock(board_->committed());
   }
-  board_->close_clocks();
+  board_->commit_clocks();
 }
 
 }  // namespace trireme::ps

@@ -16,7 +16,7 @@ namespace trireme::ps {
 struct WorkerCounts {
   std::atomic<int64_t> pulls{0};
   std::atomic<int64_t> pushes{0};
-  std::atomic<int64_t> dropped{0};  // pushes of clocks closed without this worker
+  std::atomic<int64_t> dropped{0};  // pushes of clocks committed without this worker
   std::atomic<int64_t> bytes_pulled{0};
   std::atomic<int64_t> bytes_pushed{0};
 };
@@ -47,12 +47,12 @@ class TRIREME_API WorkerSession {
   bool is_closed() const { return is_closed_; }
   bool has_left() const { return has_left_; }
 
-  // Counts a push of this clock; returns false if the clock was closed without this worker, so that
-  // the push is dropped.
+  // Counts a push of this clock; returns false if the clock was committed without this worker, so
+  // that the push is dropped.
   bool count_push();
-  // Moves the clock: by one, or, if it was closed without this worker, to the present one.
+  // Moves the clock: by one, or, if it was committed without this worker, to the present one.
   void move_clock();
-  // Finds out which clocks were closed without this worker, and counts their pushes as dropped.
+  // Finds out which clocks were committed without this worker, and counts their pushes as dropped.
   void settle_pushes();
 
  private:
@@ -61,7 +61,7 @@ class TRIREME_API WorkerSession {
   uint64_t forks_;
   std::atomic<bool> has_left_{false};
   std::atomic<bool> is_closed_{false};
-  // With backup: the pushes of this clock, and those of earlier clocks that are not closed yet.
+  // With backup: the pushes of this clock, and those of earlier clocks that are not committed yet.
   struct ClockPushes {
     uint64_t clock;
     int64_t pushes;

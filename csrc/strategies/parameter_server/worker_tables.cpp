@@ -85,7 +85,7 @@ void save_together(const WorkerTables& tables, const std::function<void()>& work
   plan.prepare = [&] {
     for (const auto& table : tables.tables) {
       table->prepare_meeting();
-      table->bring_to_closed();
+      table->bring_to_committed();
     }
   };
   plan.work = [&] {

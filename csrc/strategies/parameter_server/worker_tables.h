@@ -39,8 +39,8 @@ struct HostTablesRequest {
 
 // Makes the tables, and lets the board name what a dead worker held of them.
 TRIREME_API WorkerTables make_host_tables(const HostTablesRequest& request);
-// Lets the first live worker do `work`, as WorkerMeeting does, once pushes are done and all closed
-// clocks are in the values.
+// Lets the first live worker do `work`, as WorkerMeeting does, once pushes are done and all
+// committed clocks are in the values.
 void save_together(const WorkerTables& tables, const std::function<void()>& work);
 // Makes the store over a host's share of a dense table.
 std::shared_ptr<HostStore> store_of(const ServerMemory& memory, size_t table);

@@ -37,8 +37,8 @@ class ParameterServer:
 
     * ``bsp``: pushes of a clock are kept apart by worker; when all have clocked it they are added
       in the order of worker numbers, divided by their number, and the optimizer makes one step. A
-      pull at clock c returns the result of c steps. With ``backup=k`` a clock closes without the
-      last k workers, whose pushes for it are dropped.
+      pull at clock c returns the result of c steps. With ``backup=k`` a clock is committed
+      without the last k workers, whose pushes for it are dropped.
     * ``ssp``: each push is a step of its own. A pull at clock c waits until the slowest worker has
       clock >= c - staleness.
     * ``async``: as ssp, and a pull never waits.
@@ -153,8 +153,8 @@ class ParameterServer:
         """How the workers do: ``clocks``, who is ``slowest``, who has ``left`` or was ``lost``,
         seconds ``waited_s`` by cause, ``torn`` blocks in which workers have died, ``memory_bytes``
         and ``rows`` of all tables; and of this worker ``pulls``, ``pushes``, those ``dropped``
-        because they came for a closed clock, ``bytes_pulled`` and ``bytes_pushed``. Any thread may
-        call it."""
+        because they came for a committed clock, ``bytes_pulled`` and ``bytes_pushed``. Any thread
+        may call it."""
         return self._core.stats()
 
     def serve(self) -> None:

@@ -190,7 +190,7 @@ if rank == 1:
 server.clock()
 try:
     server["counts"].pull()
-    print("clocks close without", server.stats()["left"])
+    print("clocks are committed without", server.stats()["left"])
 except dist.DistBackendError as error:
     print(error)
 """
@@ -203,7 +203,7 @@ except dist.DistBackendError as error:
             "raise ArithmeticError('the data are broken')",
             "at clock 0, ended by ArithmeticError: the data are broken (rank 0 of 2)",
         ),
-        ("sys.exit(0)", "clocks close without [1]"),
+        ("sys.exit(0)", "clocks are committed without [1]"),
     ],
 )
 def test_what_ends_the_program_is_told(tmp_path: Path, end: str, said: str) -> None:

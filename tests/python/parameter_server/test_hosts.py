@@ -323,7 +323,7 @@ def leaves(server: ps.ParameterServer) -> None:
 
 
 @pytest.mark.parametrize("layout", ["2+3", "3+2 apart"])
-def test_clocks_close_without_who_has_left(layout: str) -> None:
+def test_clocks_are_committed_without_who_has_left(layout: str) -> None:
     work(layout, Run(rates, leaves))
 
 

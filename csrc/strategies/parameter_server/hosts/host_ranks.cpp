@@ -66,7 +66,7 @@ HostRanks host_ranks_of(Communicator& communicator, const Options& options) {
       error_text(
           kPsArea,
           c10::str("got backup=", options.backup, " over ", ranks.count(), " hosts, expected 0"),
-          where, "Each host closes clocks by itself: only one can do so without workers."));
+          where, "Each host commits clocks by itself: only one can do so without workers."));
   for (int64_t host = 0; host < ranks.count(); ++host)
     TORCH_CHECK_VALUE(!ranks.servers_on(host).empty(),
                       error_text(kPsArea,

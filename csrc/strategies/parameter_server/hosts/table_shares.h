@@ -15,7 +15,7 @@ namespace trireme::ps {
 // Each host keeps a share of each table in its memory, with the clocks of all workers. Workers of a
 // host use its share as if it were the whole table; for workers of other hosts a rank that serves
 // there does so (shard_server.h), on request by messages. A worker's messages arrive in order, so
-// each share sees its pushes and clocks in that order, and closes clocks by itself: the guarantees
+// each share sees its pushes and clocks in that order, and commits clocks by itself: the guarantees
 // of a pull hold for every share, and so for the table.
 
 // The part of a dense tensor that a host keeps: rows of its first dimension, or all of it.

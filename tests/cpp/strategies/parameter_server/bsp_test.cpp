@@ -230,7 +230,7 @@ TEST_CASE("a learning rate holds from its clock on, whoever applies it") {
   for (const auto& values : seen) CHECK(values == std::vector<double>{1, 2, 2.5, 3, 3.25, 3.5});
 }
 
-TEST_CASE("backup: a clock closes without the last worker, whose pushes are dropped") {
+TEST_CASE("backup: a clock is committed without the last worker, whose pushes are dropped") {
   std::atomic<int64_t> ahead{0};
   const auto seen = on_workers<std::vector<int64_t>>(3, [&](ThreadRank& rank) {
     ps::ParameterServer server(rank.communicator, {zeros_table("t", 1, ps::Sum{})}, {.backup = 1});

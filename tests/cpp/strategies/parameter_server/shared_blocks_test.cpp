@@ -119,8 +119,8 @@ TEST_CASE("clocks whose blocks threads claim together") {
       steps.deposit(all, 1);
       steps.deposit(some, 1);
       board.set_clock(static_cast<uint64_t>(clock) + 1);
-      board.close_clocks();
-      steps.apply_closed();
+      board.commit_clocks();
+      steps.apply_committed();
     }
   });
   CHECK(wrong == 0);

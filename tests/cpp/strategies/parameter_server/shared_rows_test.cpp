@@ -140,8 +140,8 @@ TEST_CASE("clocks that threads apply together") {
       for (int push = 0; push < 2; ++push)
         steps.deposit(ones.of(draw_ids(drawn, 40)), 1, test_errand());
       board.set_clock(static_cast<uint64_t>(clock) + 1);
-      board.close_clocks();
-      steps.apply_closed();
+      board.commit_clocks();
+      steps.apply_committed();
     }
   });
   CHECK(wrong == 0);

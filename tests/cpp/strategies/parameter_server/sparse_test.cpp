@@ -217,12 +217,12 @@ TEST_CASE("sparse: with backup workers a late push is dropped") {
     ps::ParameterServer server(rank.communicator, {items(ps::Sum{})}, {.backup = 1});
     ps::SparseTable& table = server.sparse("items");
     const at::Tensor id = at::tensor(Ids{8});
-    if (rank.where.rank == 2) rank.communicator->barrier("a clock has closed").wait();
+    if (rank.where.rank == 2) rank.communicator->barrier("a clock is committed").wait();
     table.push(id, at::ones({1, kDim}));
     server.clock();
     if (rank.where.rank != 2) {
-      table.pull(id);  // waits until the clock is closed
-      rank.communicator->barrier("a clock has closed").wait();
+      table.pull(id);  // waits until the clock is committed
+      rank.communicator->barrier("a clock is committed").wait();
     }
     rank.communicator->barrier("the late one has come").wait();
     return Seen{table.pull(id), server.stats().dropped};
