@@ -47,32 +47,32 @@ std::optional<std::chrono::milliseconds> milliseconds_of(Timeout timeout) {
 // A call under way.
 class PythonPending {
  public:
-  PythonPending(std::shared_ptr<RpcAgent> board, PendingCallPtr call)
-      : board_(std::move(board)), call_(std::move(call)) {}
+  PythonPending(std::shared_ptr<RpcAgent> agent, PendingCallPtr call)
+      : agent_(std::move(agent)), call_(std::move(call)) {}
 
   py::object wait() const {
     Value result;
     {
       const py::gil_scoped_release released;
-      result = board_->finish(call_);
+      result = agent_->finish(call_);
     }
     return remote::python_of(result);
   }
   bool is_completed() const {
     const py::gil_scoped_release released;
-    return board_->is_done(*call_);
+    return agent_->is_done(*call_);
   }
 
  private:
-  std::shared_ptr<RpcAgent> board_;
+  std::shared_ptr<RpcAgent> agent_;
   PendingCallPtr call_;
 };
 
 // A remote module that takes and returns Python values.
 class PythonRemoteModule {
  public:
-  PythonRemoteModule(const std::shared_ptr<RpcAgent>& board, remote::ModuleRequest request)
-      : module_(board, std::move(request)) {}
+  PythonRemoteModule(const std::shared_ptr<RpcAgent>& agent, remote::ModuleRequest request)
+      : module_(agent, std::move(request)) {}
 
   py::object forward(const py::tuple& args, const py::dict& kwargs, bool training) {
     const remote::Values values = remote::values_of_python(args);
@@ -121,12 +121,12 @@ class PythonEndpoint {
  public:
   PythonEndpoint(const std::shared_ptr<Communicator>& communicator, const std::string& name,
                  int64_t threads)
-      : board_(RpcAgent::start(communicator, name, threads)) {}
+      : agent_(RpcAgent::start(communicator, name, threads)) {}
 
-  std::vector<std::string> names() const { return board_->names(); }
-  int64_t rank() const { return board_->where().rank; }
-  void stop() { board_->stop(); }
-  void abandon(const std::string& reason) noexcept { board_->abandon(reason); }
+  std::vector<std::string> names() const { return agent_->names(); }
+  int64_t rank() const { return agent_->where().rank; }
+  void stop() { agent_->stop(); }
+  void abandon(const std::string& reason) noexcept { agent_->abandon(reason); }
 
   std::unique_ptr<PythonPending> call_async(const std::string& to, const std::string& name,
                                             const SharedRef& ref, const py::tuple& args,
@@ -143,44 +143,44 @@ class PythonEndpoint {
   }
   SharedRef here(const py::object& object, const std::string& class_name) {
     return std::const_pointer_cast<Ref>(
-        board_->show(std::make_shared<remote::PythonHosted>(object), class_name));
+        agent_->show(std::make_shared<remote::PythonHosted>(object), class_name));
   }
   py::object local_value(const Ref& ref) const {
     const auto hosted =
-        std::dynamic_pointer_cast<remote::PythonHosted>(board_->find(ref.address()));
+        std::dynamic_pointer_cast<remote::PythonHosted>(agent_->find(ref.address()));
     TORCH_CHECK_VALUE(hosted,
                       error_text("remote", "got a Ref of an earlier start(), or of C++, to show",
-                                 board_->where(), "Call its methods."));
+                                 agent_->where(), "Call its methods."));
     return hosted->object();
   }
   std::vector<std::string> methods_of(const Ref& ref) const {
-    return board_->methods_of(ref.address());
+    return agent_->methods_of(ref.address());
   }
   std::unique_ptr<PythonRemoteModule> module(const std::string& to, const std::string& factory,
                                              const py::tuple& args, const py::dict& kwargs,
                                              std::optional<OptimizerSpec> optimizer,
                                              Timeout timeout) {
-    board_->check_usable();
-    remote::ModuleRequest request{board_->rank_of(to),
+    agent_->check_usable();
+    remote::ModuleRequest request{agent_->rank_of(to),
                                   factory,
                                   remote::values_of_python(args),
                                   remote::keywords_of_python(kwargs),
                                   std::move(optimizer),
                                   milliseconds_of(timeout)};
     const py::gil_scoped_release released;
-    return std::make_unique<PythonRemoteModule>(board_, std::move(request));
+    return std::make_unique<PythonRemoteModule>(agent_, std::move(request));
   }
 
  private:
   std::unique_ptr<PythonPending> begin(const std::string& to, Verb verb, const std::string& name,
                                        const SharedRef& ref, const py::tuple& args,
                                        const py::dict& kwargs, Timeout timeout) {
-    board_->check_usable();
+    agent_->check_usable();
     CallRequest request;
     if (ref) {
       request.call_object(ref);
     } else {
-      request.to = board_->rank_of(to);
+      request.to = agent_->rank_of(to);
     }
     request.timeout = milliseconds_of(timeout);
     request.message.verb = verb;
@@ -188,10 +188,10 @@ class PythonEndpoint {
     request.message.args = remote::values_of_python(args);
     request.message.kwargs = remote::keywords_of_python(kwargs);
     const py::gil_scoped_release released;
-    return std::make_unique<PythonPending>(board_, board_->begin(std::move(request)));
+    return std::make_unique<PythonPending>(agent_, agent_->begin(std::move(request)));
   }
 
-  std::shared_ptr<RpcAgent> board_;
+  std::shared_ptr<RpcAgent> agent_;
 };
 
 void define(std::string name, std::string parameters, int64_t count, std::string place,

@@ -10,7 +10,7 @@ PendingCallPtr Caller::begin(int64_t to, Verb verb, std::string name, const RefP
   request.message.name = std::move(name);
   request.message.args = std::move(args);
   if (ref) request.call_object(ref);
-  return board_->begin(std::move(request));
+  return agent_->begin(std::move(request));
 }
 
 Endpoint::Endpoint(const Context& ctx, const std::string& name, const EndpointOptions& options)
@@ -20,8 +20,8 @@ Endpoint::Endpoint(const std::shared_ptr<Communicator>& communicator, const std:
                    const EndpointOptions& options)
     : Caller(RpcAgent::start(communicator, name, options.threads), std::nullopt) {}
 
-Endpoint::~Endpoint() { board()->abandon("its endpoint was dropped without stop()"); }
+Endpoint::~Endpoint() { agent()->abandon("its endpoint was dropped without stop()"); }
 
-void Endpoint::stop() { board()->stop(); }
+void Endpoint::stop() { agent()->stop(); }
 
 }  // namespace trireme::remote

@@ -23,21 +23,21 @@ namespace trireme::remote {
 template <typename T>
 class Future {
  public:
-  Future(std::shared_ptr<RpcAgent> board, PendingCallPtr call)
-      : board_(std::move(board)), call_(std::move(call)) {}
+  Future(std::shared_ptr<RpcAgent> agent, PendingCallPtr call)
+      : agent_(std::move(agent)), call_(std::move(call)) {}
 
   // Returns the result, or throws the call's exception; may be called again.
   T wait() const {
     if constexpr (std::is_void_v<T>) {
-      board_->finish(call_);
+      agent_->finish(call_);
     } else {
-      return value_as<T>(board_->finish(call_), "the result");
+      return value_as<T>(agent_->finish(call_), "the result");
     }
   }
-  bool is_completed() const { return board_->is_done(*call_); }
+  bool is_completed() const { return agent_->is_done(*call_); }
 
  private:
-  std::shared_ptr<RpcAgent> board_;
+  std::shared_ptr<RpcAgent> agent_;
   PendingCallPtr call_;
 };
 
@@ -53,11 +53,11 @@ struct ModuleOptions {
 // no rank has, and c10::Error after stop(). Thread-safe. A call is one message there and one back.
 class TRIREME_API Caller {
  public:
-  Caller(std::shared_ptr<RpcAgent> board, std::optional<std::chrono::milliseconds> timeout)
-      : board_(std::move(board)), timeout_(timeout) {}
+  Caller(std::shared_ptr<RpcAgent> agent, std::optional<std::chrono::milliseconds> timeout)
+      : agent_(std::move(agent)), timeout_(timeout) {}
 
   // Returns a caller whose calls wait for their answers up to `timeout`, in place of 30 minutes.
-  Caller within(std::chrono::milliseconds timeout) const { return {board_, timeout}; }
+  Caller within(std::chrono::milliseconds timeout) const { return {agent_, timeout}; }
 
   template <typename T = void, typename... A>
   T call(std::string_view to, std::string name, const A&... args) const {
@@ -65,14 +65,14 @@ class TRIREME_API Caller {
   }
   template <typename T = void, typename... A>
   Future<T> call_async(std::string_view to, std::string name, const A&... args) const {
-    return {board_, begin(board_->rank_of(to), Verb::kFunction, std::move(name), nullptr,
+    return {agent_, begin(agent_->rank_of(to), Verb::kFunction, std::move(name), nullptr,
                           {value_of(args)...})};
   }
 
   // Makes an object of a class at the callee, which lives as long as any Ref to it does.
   template <typename... A>
   RefPtr create(std::string_view to, std::string class_name, const A&... args) const {
-    const Future<RefPtr> made{board_, begin(board_->rank_of(to), Verb::kCreate,
+    const Future<RefPtr> made{agent_, begin(agent_->rank_of(to), Verb::kCreate,
                                             std::move(class_name), nullptr, {value_of(args)...})};
     return made.wait();
   }
@@ -83,7 +83,7 @@ class TRIREME_API Caller {
   template <typename T = void, typename... A>
   Future<T> call_method_async(const RefPtr& ref, const std::string& method,
                               const A&... args) const {
-    return {board_, begin(ref->address().owner, Verb::kMethod,
+    return {agent_, begin(ref->address().owner, Verb::kMethod,
                           ref->address().class_name + "." + method, ref, {value_of(args)...})};
   }
 
@@ -92,10 +92,10 @@ class TRIREME_API Caller {
                        Values args) const;
 
  protected:
-  const std::shared_ptr<RpcAgent>& board() const { return board_; }
+  const std::shared_ptr<RpcAgent>& agent() const { return agent_; }
 
  private:
-  std::shared_ptr<RpcAgent> board_;
+  std::shared_ptr<RpcAgent> agent_;
   std::optional<std::chrono::milliseconds> timeout_;
 };
 
@@ -122,18 +122,18 @@ class TRIREME_API Endpoint : public Caller {
   Endpoint& operator=(const Endpoint&) = delete;
 
   // Returns the names of all ranks.
-  const std::vector<std::string>& names() const { return board()->names(); }
-  int64_t rank() const { return board()->where().rank; }
+  const std::vector<std::string>& names() const { return agent()->names(); }
+  int64_t rank() const { return agent()->where().rank; }
 
   // Makes a Ref to an object of this process, whose class define_class() has defined.
   template <typename T>
   RefPtr here(std::shared_ptr<T> object, const std::string& class_name) const {
-    return board()->show(std::make_shared<HostedObject<T>>(std::move(object)), class_name);
+    return agent()->show(std::make_shared<HostedObject<T>>(std::move(object)), class_name);
   }
   // Returns an object of this process; null for one of another process, or of another type.
   template <typename T>
   T* local_value(const RefPtr& ref) const {
-    const auto hosted = std::dynamic_pointer_cast<HostedObject<T>>(board()->find(ref->address()));
+    const auto hosted = std::dynamic_pointer_cast<HostedObject<T>>(agent()->find(ref->address()));
     return hosted ? &hosted->object() : nullptr;
   }
 
@@ -141,8 +141,8 @@ class TRIREME_API Endpoint : public Caller {
   template <typename... A>
   RemoteModule module(std::string_view to, std::string factory, const ModuleOptions& options,
                       const A&... args) const {
-    return {board(),
-            {board()->rank_of(to),
+    return {agent(),
+            {agent()->rank_of(to),
              std::move(factory),
              {value_of(args)...},
              {},

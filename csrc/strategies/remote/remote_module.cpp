@@ -44,7 +44,7 @@ const T& item(const Value& value, size_t place, size_t count) {
 class RemoteBackward final : public torch::autograd::Node, public SendsGradients {
  public:
   struct Call {
-    std::shared_ptr<RpcAgent> board;
+    std::shared_ptr<RpcAgent> agent;
     RefPtr session;
     std::string factory;
     std::optional<std::chrono::milliseconds> timeout;
@@ -59,17 +59,17 @@ class RemoteBackward final : public torch::autograd::Node, public SendsGradients
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
     TORCH_CHECK(!at::GradMode::is_enabled(),
-                error_text("remote", "got a backward with create_graph=True", call_.board->where(),
+                error_text("remote", "got a backward with create_graph=True", call_.agent->where(),
                            "Take gradients of gradients within the module."));
     TORCH_CHECK(!used_.exchange(true),
                 error_text("remote",
                            "Trying to backward through the graph of " + call_.factory +
                                " a second time: its owner has freed it",
-                           call_.board->where(), "Call the module again."));
+                           call_.agent->where(), "Call the module again."));
     List given;
     for (const at::Tensor& gradient : gradients)
       gradient.defined() ? given.items.emplace_back(dense(gradient)) : given.items.emplace_back();
-    const Value result = call_.board->finish(call_.board->begin(
+    const Value result = call_.agent->finish(call_.agent->begin(
         request_of(call_.session, Verb::kBackward, call_.factory,
                    {call_.forward, std::move(given), present_autocast()}, call_.timeout)));
     const auto* list = result.get_if<List>();
@@ -83,7 +83,7 @@ class RemoteBackward final : public torch::autograd::Node, public SendsGradients
  private:
   // Lets the owner free the graph.
   void forget() noexcept {
-    if (!used_.exchange(true)) call_.board->drop(call_.session->address(), call_.forward);
+    if (!used_.exchange(true)) call_.agent->drop(call_.session->address(), call_.forward);
   }
 
   Call call_;
@@ -92,8 +92,8 @@ class RemoteBackward final : public torch::autograd::Node, public SendsGradients
 
 }  // namespace
 
-RemoteModule::RemoteModule(std::shared_ptr<RpcAgent> board, ModuleRequest request)
-    : board_(std::move(board)), factory_(std::move(request.factory)), timeout_(request.timeout) {
+RemoteModule::RemoteModule(std::shared_ptr<RpcAgent> agent, ModuleRequest request)
+    : agent_(std::move(agent)), factory_(std::move(request.factory)), timeout_(request.timeout) {
   CallRequest made{request.to};
   made.timeout = timeout_;
   made.message.verb = Verb::kMakeModule;
@@ -101,15 +101,15 @@ RemoteModule::RemoteModule(std::shared_ptr<RpcAgent> board, ModuleRequest reques
   made.message.args.push_back(request.optimizer ? to_value(*request.optimizer) : Value());
   made.message.args.emplace_back(Tuple{std::move(request.args)});
   made.message.args.emplace_back(std::move(request.kwargs));
-  const Value result = board_->finish(board_->begin(std::move(made)));
+  const Value result = agent_->finish(agent_->begin(std::move(made)));
   const auto* session = result.get_if<RefPtr>();
   if (session == nullptr) refuse_message("of another form");
   session_ = *session;
 }
 
 Value RemoteModule::call(Verb verb, Values args) {
-  return board_->finish(
-      board_->begin(request_of(session_, verb, factory_, std::move(args), timeout_)));
+  return agent_->finish(
+      agent_->begin(request_of(session_, verb, factory_, std::move(args), timeout_)));
 }
 
 Value RemoteModule::forward_values(const Values& args, const Dict& kwargs, bool training) {
@@ -138,7 +138,7 @@ Value RemoteModule::forward_values(const Values& args, const Dict& kwargs, bool 
   if (const at::Tensor anchor = BackwardAnchors::make(); anchor.defined())
     edges.push_back(torch::autograd::impl::gradient_edge(anchor));
   const auto node = make_node<RemoteBackward>(
-      RemoteBackward::Call{board_, session_, factory_, timeout_, forward}, std::move(edges));
+      RemoteBackward::Call{agent_, session_, factory_, timeout_, forward}, std::move(edges));
   size_t next = 0;
   number = 0;
   change_tensors(result, [&](at::Tensor& tensor) {
@@ -175,7 +175,7 @@ at::Tensor RemoteModule::fetch(const std::string& name) {
   const auto* state = answer.get_if<Dict>();
   TORCH_CHECK_VALUE(state != nullptr && state->values.size() == 1,
                     error_text("remote", "got '" + name + "', which the module does not have",
-                               board_->where(), "Pass a name of its state dict."));
+                               agent_->where(), "Pass a name of its state dict."));
   return std::get<at::Tensor>(state->values.front().content);
 }
 

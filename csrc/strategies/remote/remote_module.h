@@ -45,7 +45,7 @@ struct ModuleRequest {
 class TRIREME_API RemoteModule {
  public:
   // Calls the factory at the owner.
-  RemoteModule(std::shared_ptr<RpcAgent> board, ModuleRequest request);
+  RemoteModule(std::shared_ptr<RpcAgent> agent, ModuleRequest request);
 
   // Returns the rank of the owner.
   int64_t owner() const { return session_->address().owner; }
@@ -77,7 +77,7 @@ class TRIREME_API RemoteModule {
  private:
   Value call(Verb verb, Values args);
 
-  std::shared_ptr<RpcAgent> board_;
+  std::shared_ptr<RpcAgent> agent_;
   std::string factory_;
   std::optional<std::chrono::milliseconds> timeout_;
   RefPtr session_;
