@@ -33,7 +33,7 @@ class Sparse:
         rows: ids are in [0, rows); None: any int64, as long as there is memory.
         reduction: under bsp, whether the sum of the workers' gradients is divided by their number.
         staleness: in place of the server's, under ssp.
-        compression: must be None, since there are no compressors yet.
+        compression: must be None: pushes are not compressed.
     """
 
     def __init__(

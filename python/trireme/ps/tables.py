@@ -40,7 +40,7 @@ def check_options(
     if staleness is not None:
         AREA.expect("staleness", staleness, int, "an int", next_step="Count clocks.")
     if compression is not None:
-        got = f"got compression={compression!r}, expected None: there are no compressors yet"
+        got = f"got compression={compression!r}, expected None: pushes are not compressed"
         AREA.refuse(got, "Leave it out.")
 
 
@@ -56,7 +56,7 @@ class Dense:
         optimizer: ``ps.SGD``, ``ps.Adam``, ``ps.AdamW``, ``ps.Adagrad`` or ``ps.Sum``.
         reduction: under bsp, whether the sum of the workers' gradients is divided by their number.
         staleness: in place of the server's, under ssp.
-        compression: must be None, since there are no compressors yet.
+        compression: must be None: pushes are not compressed.
     """
 
     def __init__(

@@ -1,13 +1,19 @@
 """Compression between hosts: the ranks of a host send together, each leg its part."""
 
+from typing import Any
+
 import numpy as np
 import pytest
+import torch.distributed as dist
 import trireme
 from trireme import compression as c
 from trireme.compression import Compression
 
 from compression.given import SIZES, Given, averaged, drawn
 from compression.reference import Sender, mean_of
+from harness.deaths import Death, run_deaths
+from harness.faults import kill_this_rank, raises
+from harness.meeting import say, stay_until
 from harness.pretended_hosts import LAYOUTS, on_hosts
 
 METHODS: dict[str, Compression] = {
@@ -71,3 +77,26 @@ def train(rank: int, world: int, layout: str, name: str) -> None:
 def test_equals_numpy(layout: str, name: str) -> None:
     """Whatever bucket a parameter is in, and however many legs a host has."""
     on_hosts(layout, train, layout, name)
+
+
+def outlive(rank: int, layout: str) -> None:
+    """Ranks of its host see it die; the others are told by them. No parameter has changed."""
+    ddp = trireme.DistributedDataParallel(Given(SIZES), compression=c.Sign())
+    averaged(ddp, drawn(0, rank))
+
+    def die_when_others_come(*_: Any) -> None:
+        stay_until(*(f"{other} comes" for other in range(len(LAYOUTS[layout])) if other != 1))
+        kill_this_rank()
+
+    if rank == 1:
+        ddp.module.held["matrix"].register_hook(die_when_others_come)
+    say(f"{rank} comes")
+    saw_it = LAYOUTS[layout][rank] == LAYOUTS[layout][1]
+    with raises(dist.DistBackendError, "rank 1", "has died" if saw_it else ""):
+        averaged(ddp, drawn(1, rank))
+    assert not any(parameter.any() for parameter in ddp.parameters())
+
+
+def test_a_killed_rank() -> None:
+    layouts = ("2x2", "1+3")
+    run_deaths(outlive, 4, [Death(1, (layout,), LAYOUTS[layout]) for layout in layouts])
