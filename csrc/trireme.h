@@ -21,12 +21,14 @@
 #include <trireme/strategies/fsdp/fully_shard.h>
 #include <trireme/strategies/parameter_server/embedding.h>
 #include <trireme/strategies/parameter_server/parameter_server.h>
+#include <trireme/strategies/pipeline/engine.h>
 #include <trireme/strategies/pipeline/partition.h>
 #include <trireme/strategies/pipeline/pipeline.h>
 #include <trireme/strategies/pipeline/pipeline_stage.h>
 #include <trireme/strategies/pipeline/schedule_check.h>
 #include <trireme/strategies/pipeline/schedule_forms.h>
 #include <trireme/strategies/pipeline/schedule_lowering.h>
+#include <trireme/strategies/pipeline/schedule_text.h>
 #include <trireme/strategies/pipeline/stage_loss.h>
 #include <trireme/strategies/remote/endpoint.h>
 #include <trireme/strategies/sync_batch_norm/sync_batch_norm_module.h>

@@ -1,4 +1,5 @@
 #include <trireme/activation/checkpoint.h>
+#include <trireme/strategies/pipeline/pipeline.h>
 #include <trireme/strategies/pipeline/pipeline_stage.h>
 #include <trireme/strategies/pipeline/stage_loss.h>
 

@@ -3,6 +3,7 @@
 #include <trireme/activation/kept_tensor.h>
 #include <trireme/activation/saved_tensor_hooks.h>
 #include <trireme/comm/threads/thread_group.h>
+#include <trireme/module/sends_gradients.h>
 #include <trireme/strategies/pipeline/pipeline.h>
 #include <trireme/strategies/pipeline/schedule_forms.h>
 

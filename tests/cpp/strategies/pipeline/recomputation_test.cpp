@@ -1,3 +1,4 @@
+#include <trireme/activation/checkpoint_frame.h>
 #include <trireme/strategies/pipeline/pipeline.h>
 #include <trireme/strategies/pipeline/schedule_costs.h>
 #include <trireme/strategies/pipeline/schedule_recomputation.h>

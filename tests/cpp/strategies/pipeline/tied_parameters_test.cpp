@@ -1,6 +1,7 @@
 #include <trireme/strategies/pipeline/gradients/tied_parameters.h>
 
 #include <trireme/strategies/pipeline/pipeline.h>
+#include <trireme/strategies/pipeline/schedule_forms.h>
 
 #include <torch/nn.h>
 #include <torch/nn/utils/clip_grad.h>
