@@ -1,6 +1,7 @@
 #include <trireme/grad/average.h>
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -22,7 +23,7 @@ GroupAverage::GroupAverage(std::shared_ptr<Communicator> group, std::unique_ptr<
     : group_(std::move(group)), sum_(std::move(sum)) {}
 
 void GroupAverage::begin(const std::vector<at::Tensor>& like, const std::vector<at::Tensor>& values,
-                         const std::string& label) {
+                         const Labels& labels) {
   if (like.empty()) return;
   const at::NoGradGuard no_grad;
   // Per tensor, how many ranks have a value, and how many a sparse one.
@@ -33,7 +34,7 @@ void GroupAverage::begin(const std::vector<at::Tensor>& like, const std::vector<
     here[like.size() + i] = values[i].defined() && values[i].is_sparse() ? 1 : 0;
   }
   found = found.to(group_->device());
-  group_->all_reduce({found}, ReduceOp::kSum, "gradients used in " + label).wait();
+  group_->all_reduce({found}, ReduceOp::kSum, labels.found).wait();
   found = found.cpu();
   const auto* have = found.const_data_ptr<double>();
   const auto* have_sparse = have + like.size();
@@ -43,17 +44,17 @@ void GroupAverage::begin(const std::vector<at::Tensor>& like, const std::vector<
     const bool is_sparse = have_sparse[i] == have[i];
     const at::Tensor value = values[i].defined() ? values[i] : zeros_of(like[i], is_sparse);
     if (is_sparse) {
-      launch({{like[i]}, {value.coalesce()}}, label);
+      launch({{like[i]}, {value.coalesce()}}, labels.sums);
       continue;
     }
     dense.like.push_back(like[i]);
     dense.sums.push_back(value.is_sparse() ? value.to_dense() : value.contiguous());
   }
-  if (!dense.sums.empty()) launch(std::move(dense), label);
+  if (!dense.sums.empty()) launch(std::move(dense), labels.sums);
 }
 
 void GroupAverage::launch(Reduction reduction, const std::string& label) {
-  reduction.pending = sum_->sum(reduction.sums, "gradients of " + label);
+  reduction.pending = sum_->sum(reduction.sums, label);
   in_flight_.push_back(std::move(reduction));
 }
 

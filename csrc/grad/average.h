@@ -23,11 +23,17 @@ class TRIREME_API GroupAverage {
   // `sum` sums over the ranks of `group`.
   GroupAverage(std::shared_ptr<Communicator> group, std::unique_ptr<OuterAllReduce> sum);
 
+  // What errors call the collectives.
+  struct Labels {
+    std::string found = {};  // of the numbers of ranks that have values
+    std::string sums = {};
+  };
+
   // Begins to average `values`, one for each of `like`, which has its sizes and dtype and is the
   // same on all ranks. An undefined value counts as zeros, unless it is undefined on all ranks:
   // then there is no average. Collective. Throws c10::DistBackendError.
   void begin(const std::vector<at::Tensor>& like, const std::vector<at::Tensor>& values,
-             const std::string& label);
+             const Labels& labels);
   // Waits for the averages that were begun, and calls `place` with each in their order. An average
   // lies in the memory of its value, if that is dense and contiguous.
   using Place = std::function<void(const at::Tensor& like, at::Tensor average)>;

@@ -3,6 +3,7 @@
 #include <trireme/common/error.h>
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <utility>
 
@@ -42,7 +43,8 @@ void PipelineReplicas::begin_step(int64_t step, bool averages) {
 void PipelineReplicas::average(const Tensors& parameters, const std::string& label) {
   Tensors gradients;
   for (const at::Tensor& parameter : parameters) gradients.push_back(parameter.grad());
-  average_->begin(parameters, gradients, label);
+  average_->begin(parameters, gradients,
+                  {.found = "gradients used in " + label, .sums = "gradients of " + label});
 }
 
 void PipelineReplicas::finish() {
