@@ -6,6 +6,7 @@ python scripts/together.py --check  exit 1 if the page is not what the table say
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ sys.path.append(str(ROOT / "tests" / "python"))
 from contract.pairs import CELLS, COLUMNS, NoPair, Refused, Right, cell_of, grid  # noqa: E402
 
 PAGE = ROOT / "docs" / "together.md"
+IN_CPP = ROOT / "tests" / "cpp" / "strategies"
 
 HEAD = """\
 # What goes with what
@@ -30,7 +32,8 @@ whether both go together:
   Its number leads to the text, and to what you can do instead. The group of the ranks works on.
 * **-**: the pair has no meaning. Its number leads to the reason.
 
-A test trains every cell for three steps. Sums may differ in the order of their terms.
+A test trains every cell for three steps. Sums may differ in the order of their terms. Another one,
+`tests/cpp/strategies/pairs_test.cpp`, does so for C++ programs, where C++ has both parts: {in_cpp}.
 
 """
 
@@ -42,7 +45,20 @@ def page() -> str:
     cells = grid()
     order = list(dict.fromkeys(name for name in cells.values() if name != "+"))
     numbers = {name: number for number, name in enumerate(order, 1)}
-    return "\n".join([HEAD + table(numbers), *notes(numbers)])
+    return "\n".join([HEAD.format(in_cpp=in_cpp()) + table(numbers), *notes(numbers)])
+
+
+def in_cpp() -> str:
+    """Returns how large the table of C++ programs is."""
+    rows = entries("pair_rows.h", "kRows{")
+    columns = entries("pairs_test.cpp", "kColumns{")
+    return f"{rows} rows, {columns} columns, {entries('pairs_test.cpp', 'kRefused{')} cells refused"
+
+
+def entries(file: str, begin: str) -> int:
+    """Returns how many entries a list of the C++ table has, of which each begins a line."""
+    text = (IN_CPP / file).read_text("utf-8").partition(begin)[2].partition(";\n\n")[0]
+    return len(re.findall(r"^    \{(?=[\"{])", text, re.MULTILINE))
 
 
 def table(numbers: dict[str, int]) -> str:
