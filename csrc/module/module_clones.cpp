@@ -8,11 +8,15 @@
 #include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/embedding.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <string>
 #include <typeinfo>
+#include <utility>
+#include <vector>
 
 namespace trireme {
 namespace {
@@ -26,6 +30,34 @@ using Modules = std::vector<std::shared_ptr<Module>>;
                                          {}, "Let reset() register what the module has."));
 }
 
+// Hides the weights that embeddings were made of, Embedding::from_pretrained()'s too, as long as it
+// lives: reset() of a clone would register them as its own, so that all clones had one tensor.
+class HiddenWeights {
+ public:
+  explicit HiddenWeights(const Module& module) {
+    for (const std::shared_ptr<Module>& one : module.modules()) {
+      hide<torch::nn::EmbeddingImpl>(*one);
+      hide<torch::nn::EmbeddingBagImpl>(*one);
+    }
+  }
+  ~HiddenWeights() {
+    for (auto& [place, weight] : hidden_) *place = std::move(weight);
+  }
+  HiddenWeights(const HiddenWeights&) = delete;
+  HiddenWeights& operator=(const HiddenWeights&) = delete;
+
+ private:
+  template <typename Impl>
+  void hide(Module& module) {
+    auto* embedding = dynamic_cast<Impl*>(&module);
+    if (embedding == nullptr || !embedding->options._weight().defined()) return;
+    at::Tensor& place = embedding->options._weight();
+    hidden_.emplace_back(&place, std::exchange(place, at::Tensor()));
+  }
+
+  std::vector<std::pair<at::Tensor*, at::Tensor>> hidden_;
+};
+
 std::shared_ptr<Module> cloned(const Module& module, c10::Device device) {
   at::Generator generator = at::detail::getDefaultCPUGenerator();
   const auto drawn = [&] {
@@ -36,6 +68,7 @@ std::shared_ptr<Module> cloned(const Module& module, c10::Device device) {
     const std::lock_guard lock(generator.mutex());
     generator.set_state(drawn);
   });
+  const HiddenWeights hidden(module);
   try {
     std::shared_ptr<Module> clone = module.clone(device);
     // An inner module that cannot be cloned was made by reset(), on the CPU.
@@ -118,6 +151,9 @@ class TwinWalk {
     }
     ModuleReplicas& tensors = clones_.tensors;
     const bool leaf = parameter || original.requires_grad();
+    const auto is_shared = [&](const at::Tensor& twin) { return twin.is_same(original); };
+    if (leaf && std::any_of(twins.begin(), twins.end(), is_shared))
+      refuse_clone(std::string("that has the very '") + name + "' of its module");
     if (leaf) tensors.names.push_back(name);
     (leaf ? tensors.parameters : tensors.buffers).push_back(original);
     for (size_t i = 0; i < twins.size(); ++i)

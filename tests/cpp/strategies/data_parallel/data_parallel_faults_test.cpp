@@ -65,6 +65,15 @@ struct UnclonableImpl : torch::nn::Module {
 };
 TORCH_MODULE(Unclonable);
 
+// Its clones register the tensor that it has.
+struct SharingImpl : torch::nn::Cloneable<SharingImpl> {
+  SharingImpl() { reset(); }
+  void reset() override { register_parameter("weight", weight); }
+  at::Tensor forward(const at::Tensor& x) { return x * weight; }
+  at::Tensor weight = at::ones({1});
+};
+TORCH_MODULE(Sharing);
+
 std::string text_of_forward(FaultyModel& faulty, Fault fault) {
   return error_of([&] { faulty.loss(fault); });
 }
@@ -185,6 +194,11 @@ TEST_CASE("modules that cannot be cloned are refused, but for a single replica")
   CHECK(at::equal(output, alone->module()->forward(at::ones({4, 2}))));
   CHECK(alone->last_step().replicas.empty());
   CHECK_THROWS_AS(alone->clone(), c10::NotImplementedError);
+}
+
+TEST_CASE("clones that share a parameter with their module are refused") {
+  CHECK_THROWS_WITH(DataParallel<Sharing>(Sharing(), on_cpu(2)),
+                    Contains("[data_parallel] got a clone that has the very 'weight'"));
 }
 
 TEST_CASE("a DataParallel in the module is refused") {

@@ -318,6 +318,18 @@ TEST_CASE("a gradient of Embedding stays sparse") {
   CHECK(net->weight.grad().to_dense().sum().item<double>() == 18);
 }
 
+TEST_CASE("replicas of an embedding that was made of given rows have rows of their own") {
+  const at::Tensor rows = at::arange(30, at::kFloat).view({10, 3});
+  const auto options = torch::nn::EmbeddingFromPretrainedOptions().freeze(false);
+  torch::nn::Embedding net = torch::nn::Embedding::from_pretrained(rows.clone(), options);
+  DataParallel<torch::nn::Embedding> model(net, on_cpu(2));
+  const at::Tensor output = model->forward(at::arange(6, at::kLong));
+  CHECK(at::equal(output, rows.narrow(0, 0, 6)));
+  output.sum().backward();
+  CHECK(net->weight.grad().sum().item<double>() == 18);
+  CHECK(net->options._weight().is_same(net->weight));
+}
+
 TEST_CASE("copies of other devices train like shared memory") {
   const auto train_by_hand = [](bool copy_always) {
     auto net = seeded<Layers>();
