@@ -41,24 +41,14 @@ class ShardsFace final : public ModuleFace {
   std::vector<at::Tensor> shards_;
 };
 
-struct Checked {
-  const std::string& name;
-  const at::Tensor& parameter;
-  bool sparse_gradient;
-};
-
-void check_parameter(const Checked& checked, c10::Device device, RankOf where) {
-  const auto& [name, parameter, sparse_gradient] = checked;
+void check_parameter(const std::string& name, const at::Tensor& parameter, c10::Device device,
+                     RankOf where) {
   TORCH_CHECK_VALUE(gate_of(parameter) == nullptr,
                     error_text(kArea, "got '" + name + "', which is sharded already", where,
                                "Share it inside one unit, and shard it once."));
-  TORCH_CHECK_VALUE(
-      parameter.layout() == at::kStrided && !sparse_gradient,
-      error_text(kArea,
-                 "got '" + name +
-                     (sparse_gradient ? "' with sparse gradients" : "' of a sparse layout") +
-                     ", expected dense ones",
-                 where, "Make it dense."));
+  TORCH_CHECK_VALUE(parameter.layout() == at::kStrided,
+                    error_text(kArea, "got '" + name + "' of a sparse layout, expected dense ones",
+                               where, "Make it dense."));
   TORCH_CHECK_VALUE(parameter.device() == device,
                     error_text(kArea,
                                "got '" + name + "' on " + parameter.device().str() +
@@ -157,8 +147,7 @@ void ShardedModule::collect(std::vector<ShardedParamSpec>& specs) {
   for (size_t i = 0; i < all.names.size(); ++i) {
     const at::Tensor& parameter = all.tensors[i];
     if (shards.count(impl_of(parameter)) > 0) continue;
-    check_parameter({all.names[i], parameter, all.sparse_gradient[i]}, device_,
-                    options_.communicator->rank_of());
+    check_parameter(all.names[i], parameter, device_, options_.communicator->rank_of());
     ShardedParamSpec spec;
     spec.name = all.names[i];
     spec.sizes = parameter.sizes().vec();

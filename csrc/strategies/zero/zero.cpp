@@ -26,6 +26,17 @@ at::Tensor flat(const at::Tensor& tensor, const ShardRange& range) {
   return tensor.view({-1}).narrow(0, range.begin, range.numel);
 }
 
+// Returns the rows of a sparse gradient that a shard has, `sizes[0]` of them from `first` on.
+at::Tensor own_rows(const at::Tensor& gradient, int64_t first, at::IntArrayRef sizes) {
+  const at::Tensor rows = gradient._indices().select(0, 0);
+  const at::Tensor own =
+      rows.ge(first).logical_and_(rows.lt(first + sizes.front())).nonzero().flatten();
+  at::Tensor indices = gradient._indices().index_select(1, own);
+  indices.select(0, 0).sub_(first);
+  return at::_sparse_coo_tensor_unsafe(indices, gradient._values().index_select(0, own), sizes,
+                                       gradient.options(), gradient.is_coalesced());
+}
+
 }  // namespace
 
 Zero::Zero(NamedParameters parameters, std::shared_ptr<Communicator> communicator,
@@ -36,7 +47,10 @@ Zero::Zero(NamedParameters parameters, std::shared_ptr<Communicator> communicato
       options_(options),
       samples_(static_cast<uint64_t>(communicator_->rank())) {
   const at::NoGradGuard no_grad;
-  for (ParameterInfo& info : infos_) info.strides.clear();  // they become contiguous
+  for (ParameterInfo& info : infos_) {
+    info.strides.clear();  // they become contiguous
+    if (options_.stage == 2) info.sparse_gradient = false;
+  }
   const c10::Device device = infos_.empty() ? c10::Device(c10::kCPU) : infos_.front().device;
   const std::string difference = difference_between_ranks(*communicator_, device, infos_, "zero");
   TORCH_CHECK_VALUE(difference.empty(), difference);
@@ -55,6 +69,7 @@ Zero::Zero(NamedParameters parameters, std::shared_ptr<Communicator> communicato
   snapshot_versions();
   take_samples();
   if (options_.stage == 1) return;
+  parameters.sparse_gradient.assign(parameters_.size(), false);  // averages are dense
   GradReducerOptions reducing;
   reducing.area = "zero";
   reducing.bucket_prefix = "optimizer " + std::to_string(number) + ", ";
@@ -84,9 +99,6 @@ void Zero::check_options() const {
                                      infos_.front().name + "' on " + infos_.front().device.str() +
                                      " but '" + info.name + "' on " + info.device.str(),
                                  where, "Move all of them to one device."));
-    TORCH_CHECK_VALUE(options_.stage == 1 || !info.sparse_gradient,
-                      error_text("zero", "got '" + info.name + "' with sparse gradients", where,
-                                 in_language(kUseDense)));
   }
 }
 
@@ -191,7 +203,9 @@ bool Zero::is_fit(size_t index) const {
 
 bool Zero::has_fit_gradient(size_t index) const {
   const at::Tensor& grad = parameters_[index].grad();
-  return grad.defined() && grad.layout() == at::kStrided && grad.device() == infos_[index].device &&
+  const bool is_sparse = grad.defined() && grad.layout() == at::kSparse && options_.stage == 1;
+  return grad.defined() && (is_sparse || grad.layout() == at::kStrided) &&
+         grad.device() == infos_[index].device &&
          grad.sizes() == at::IntArrayRef(infos_[index].sizes);
 }
 
@@ -287,9 +301,14 @@ bool Zero::begin_step(const ZeroStep& step) {
 }
 
 // Returns this rank's part of a parameter's gradient, shaped as the shard, over the memory of a
-// contiguous gradient.
+// contiguous gradient; of a sparse one copies of rows.
 at::Tensor Zero::own_gradient(size_t index) const {
   at::Tensor grad = parameters_[index].grad();
+  if (grad.is_sparse()) {
+    if (own(index).numel == 0) return {};  // no optimizer has this shard
+    const int64_t row = infos_[index].numel / grad.size(0);
+    return own_rows(grad, own(index).begin / row, shards_[index].sizes());
+  }
   if (!grad.is_contiguous() || !is_resolved(grad)) grad = resolved(grad).contiguous();
   return range_of(grad, shards_[index].sizes(), shards_[index].strides(),
                   grad.storage_offset() + own(index).begin);
@@ -379,7 +398,13 @@ GradNormPart Zero::gradients(const std::vector<int64_t>& parameters) const {
     const auto i = static_cast<size_t>(parameter);
     if (!has_fit_gradient(i)) continue;
     if (delivered_) delivered_->read(i, {});  // all ranks scale what this returns
-    part.gradients.push_back(reducer_ ? own_gradient(i) : parameters_[i].grad());
+    at::Tensor grad = reducer_ ? own_gradient(i) : parameters_[i].grad();
+    if (grad.is_sparse()) {
+      const at::NoGradGuard no_grad;
+      parameters_[i].mutable_grad() = grad = grad.coalesce();
+      grad = grad._values();
+    }
+    part.gradients.push_back(std::move(grad));
   }
   return part;
 }

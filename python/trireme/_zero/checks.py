@@ -28,6 +28,7 @@ _ELEMENTWISE = frozenset(
         "RMSprop",
         "Rprop",
         "SGD",
+        "SparseAdam",
     }
 )
 
@@ -46,7 +47,7 @@ def check_stage(stage: Any, overlap_with_ddp: bool, group: dist.ProcessGroup) ->
         )
 
 
-def check_optimizer_class(optimizer_class: Any, group: dist.ProcessGroup) -> None:
+def check_optimizer_class(optimizer_class: Any, stage: int, group: dist.ProcessGroup) -> None:
     """Refuses what is no optimizer, or cannot work on a part of the parameters."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         refuse(
@@ -63,8 +64,12 @@ def check_optimizer_class(optimizer_class: Any, group: dist.ProcessGroup) -> Non
             "Use it without sharding, under DistributedDataParallel.",
             group,
         )
-    if issubclass(optimizer_class, optim.SparseAdam):
-        refuse("got SparseAdam, expected dense gradients", "Use Adam and sparse=False.", group)
+    if issubclass(optimizer_class, optim.SparseAdam) and stage == 2:
+        refuse(
+            "got SparseAdam under stage 2, where averages are dense",
+            "Use stage 1, or Adam and sparse=False.",
+            group,
+        )
 
 
 def check_fused_step(

@@ -127,7 +127,7 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
             process_group, "Make the optimizer on the ranks of the group only."
         )
         check_stage(stage, overlap_with_ddp, self.process_group)
-        check_optimizer_class(optimizer_class, self.process_group)
+        check_optimizer_class(optimizer_class, stage, self.process_group)
         groups = as_param_groups(params, self.process_group)
         self.initialized = False
         Optimizer.__init__(self, groups, dict(defaults))

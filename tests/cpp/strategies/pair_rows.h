@@ -44,12 +44,14 @@ inline at::Tensor ids_of(const at::Tensor& x) {
 // Adds rows of its own by ids that are computed from its input.
 struct OwnRowsImpl : torch::nn::Cloneable<OwnRowsImpl> {
   explicit OwnRowsImpl(bool sparse = false) : sparse(sparse) { OwnRowsImpl::reset(); }
-  void reset() override { rows = register_parameter("rows", at::zeros({kIds, kWidth})); }
-  at::Tensor forward(const at::Tensor& x) {
-    return x + at::embedding(rows, ids_of(x), /*padding_idx=*/-1, false, sparse);
+  void reset() override {
+    torch::nn::EmbeddingOptions options(kIds, kWidth);
+    options.sparse(sparse)._weight(at::zeros({kIds, kWidth}));
+    rows = register_module("rows", torch::nn::Embedding(options));
   }
+  at::Tensor forward(const at::Tensor& x) { return x + rows(ids_of(x)); }
   bool sparse;
-  at::Tensor rows;
+  torch::nn::Embedding rows{nullptr};
 };
 TORCH_MODULE(OwnRows);
 

@@ -524,7 +524,7 @@ const std::map<std::pair<std::string, std::string>, std::string> kRefused{
     {{"a dense table", "fully_shard, gathered"},
      "[ps] pull: parameter 'weight' of table 'layer' lies in other memory"},
     {{"complex parameters", "worker"}, "[ps] got table 'model' with '0.phase' of dtype"},
-    {{"sparse gradients", "worker"}, "[ps] push: got a gradient of layout Sparse for '0.rows'"}};
+    {{"sparse gradients", "worker"}, "[ps] push: got a gradient of layout Sparse for '0.rows.weight'"}};
 
 // Pairs that are neither right nor refused as they should be: the parameters of a table that an
 // owner or a second table steps, too, which only the next pull of one rank notices; and parameters

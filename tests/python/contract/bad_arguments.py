@@ -181,7 +181,7 @@ ZERO: dict[str, Case] = {
     "overlap": lambda api: zero(api, overlap_with_ddp=True),
     "an instance": lambda api: zero(api, make=SGD(net().parameters())),
     "LBFGS": lambda api: zero(api, make=LBFGS),
-    "SparseAdam": lambda api: zero(api, make=SparseAdam),
+    "SparseAdam": lambda api: zero(api, make=SparseAdam, stage=2),
     "placement": lambda api: zero(api, placement="flat"),
     "fused": lambda api: zero(api, make=AdamW, stage=2, fused_step=True),
     "meta": lambda api: zero(api, *on("meta")),

@@ -85,7 +85,7 @@ hooks of parameters                             +  +  +  +  +  +  +  +  +  +  + 
 `_save_to_state_dict` of its own                +  +  +  +  +  +  +  +  +  +  +  +  X3 +
 complex parameters                              +  +  +  +  +  +  +  +  +  +  +  W1 +  +
 tensors negated or conjugated lazily            +  +  +  +  +  +  +  +  +  +  +  +  +  +
-sparse gradients                                +  Z1 +  +  +  +  +  +  +  +  +  W2 +  +
+sparse gradients                                +  +  +  +  +  +  +  +  +  +  +  W2 +  +
 `torch.compile`                                 +  +  +  +  +  D3 +  +  +  +  +  +  +  +
 `inference_mode`                                +  +  +  +  +  +  +  +  +  +  +  +  +  +
 several threads of the user's                   +  +  +  +  C1 +  C1 +  C1 +  +  +  +  C1
@@ -196,11 +196,6 @@ CELLS: dict[str, Cell] = {
     "W3": Refused(
         "[ps] got other parameters in the module of table 'model' than it was made of",
         "Load with `assign=False`.",
-        "RuntimeError",
-    ),
-    "Z1": Refused(
-        "[zero] got a gradient of '0.table.weight', expected it dense",
-        "`sparse=False` in the layer, or a sparse table of a server for its rows.",
         "RuntimeError",
     ),
     "Z2": Refused(

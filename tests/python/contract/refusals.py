@@ -43,7 +43,7 @@ TEXTS: dict[str, dict[str, str]] = {
         "overlap": "overlap_with_ddp=True",
         "an instance": "as optimizer_class, expected a subclass of torch.optim.Optimizer",
         "LBFGS": "got LBFGS, which needs all parameters",
-        "SparseAdam": "got SparseAdam ... sparse=False",
+        "SparseAdam": "got SparseAdam under stage 2 ... Use stage 1",
         "placement": "got placement 'flat' ... 'whole'",
         "fused": "fused_step=True for stage 2 and AdamW ... trireme.optim.Adam",
         "meta": "[0]' on the meta device ... to_empty(device=...)",

@@ -2,18 +2,19 @@
 
 from collections.abc import Iterable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import trireme.optim
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from harness.models import Shapes, mlp
 from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from harness.training import Training, alone, assert_equal_parameters
-from zero.ranks import DDP, Zero, assert_trains_as_one_process, sharded
+from zero.ranks import DDP, Zero, assert_trains_as_one_process, sharded, whole_state
 
 STAGES = (1, 2)
 Case = tuple[Any, dict[str, Any]]
@@ -174,6 +175,46 @@ def test_groups_and_schedulers(rank: int, world: int) -> None:
         for group, other in zip(shown, expected, strict=True):
             for key in set(other) - {"params"}:
                 assert group[key] == other[key], key
+
+
+SPARSE: list[Case] = [
+    (optim.SGD, {"lr": 0.1}),
+    (optim.Adagrad, {"lr": 0.1}),
+    (optim.SparseAdam, {"lr": 0.01}),
+]
+
+
+def _words(step: int, rank: int) -> Tensor:
+    return torch.tensor([(2 * rank + step) % 7, 5, 5])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@on_shm_ranks("world")
+def test_sparse_gradients_stay_sparse(rank: int, world: int) -> None:
+    """Owners step rows of theirs, or whole matrices."""
+    for (optimizer_class, defaults), placement in product(SPARSE, ("shards", "whole")):
+        torch.manual_seed(4)
+        model, one = (nn.Embedding(7, 3, sparse=True) for _ in range(2))
+        one.load_state_dict(model.state_dict())
+        net = DDP(model)
+        ours = Zero(model.parameters(), optimizer_class, placement=placement, **defaults)
+        theirs = optimizer_class(one.parameters(), **defaults)
+        for step in range(4):
+            ours.zero_grad()
+            theirs.zero_grad()
+            net(_words(step, rank)).square().sum().backward()
+            for other in range(world):
+                (one(_words(step, other)).square().sum() / world).backward()
+            assert model.weight.grad.is_sparse
+            gradient = one.weight.grad.coalesce()
+            expected = gradient.values().norm()
+            torch.testing.assert_close(ours.clip_grad_norm_(expected.item() / 2), expected)
+            one.weight.grad = gradient * 0.5
+            ours.step()
+            theirs.step()
+            assert_equal_parameters(model, one)
+        state = whole_state(ours)
+        torch.testing.assert_close(state["state"], theirs.state_dict()["state"])
 
 
 @on_shm_ranks(3)
