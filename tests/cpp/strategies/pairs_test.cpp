@@ -519,6 +519,8 @@ const std::map<std::pair<std::string, std::string>, std::string> kRefused{
      "[pipeline] got a step of a pipeline in one process whose gradients DistributedDataParallel"},
     {{"moved parameters", "fully_shard"},
      "[fully_shard] the module's own '0.weight', which all ranks read, was written or replaced"},
+    {{"moved parameters", "fully_shard, gathered"},
+     "[fully_shard] got a read of whole parameters of the unit of '0.weight'"},
     {{"a dense table", "fully_shard"},
      "[ps] pull: parameter 'weight' of table 'layer' lies in other memory"},
     {{"a dense table", "fully_shard, gathered"},
@@ -527,12 +529,10 @@ const std::map<std::pair<std::string, std::string>, std::string> kRefused{
     {{"sparse gradients", "worker"}, "[ps] push: got a gradient of layout Sparse for '0.rows.weight'"}};
 
 // Pairs that are neither right nor refused as they should be: the parameters of a table that an
-// owner or a second table steps, too, which only the next pull of one rank notices; and parameters
-// that are not gathered, which have no memory that a program could read.
+// owner or a second table steps, too, which only the next pull of one rank notices.
 const std::set<std::pair<std::string, std::string>> kOpen{
     {"a dense table", "remote owner"},
-    {"a dense table", "worker"},
-    {"moved parameters", "fully_shard, gathered"}};
+    {"a dense table", "worker"}};
 
 // Pairs that mean nothing: steps that another rank asks for have no inputs that could run out, and
 // a strategy that takes no loss has it in the module that it wraps, as a layer among others.
