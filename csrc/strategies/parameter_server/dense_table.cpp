@@ -37,6 +37,9 @@ DenseTable::DenseTable(DenseTable::Parts parts)
   if (parts.binds_module)
     bound_.emplace(BoundModule::Parts{name(), spec().names, spec().tensors, store_, shared_board(),
                                       steps_.memory()});
+  if (!spec().is_module) return;
+  keeps_ = std::make_shared<ParameterTable>(name());
+  put_table(spec().tensors, keeps_);
 }
 
 int64_t DenseTable::memory_bytes() const {
@@ -438,6 +441,7 @@ void DenseTable::note_loaded() {
 }
 
 void DenseTable::release_module() {
+  keeps_.reset();
   if (!bound_) return;
   bound_->abandon_writing("it has closed its server");
   // The parameters get memory of their own, also if a wait throws.

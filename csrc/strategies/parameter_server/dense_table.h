@@ -6,6 +6,7 @@
 #include <trireme/strategies/parameter_server/dense_checkpoint.h>
 #include <trireme/strategies/parameter_server/dense_steps.h>
 #include <trireme/strategies/parameter_server/table.h>
+#include <trireme/sync/table_parameters.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -146,6 +147,7 @@ class TRIREME_API DenseTable final : public Table {
   std::vector<ParameterInfo> infos_;  // the tensors that the user sees
   DenseSteps steps_;
   std::optional<BoundModule> bound_;
+  std::shared_ptr<ParameterTable> keeps_;  // the parameters of the module, until it is released
 };
 
 }  // namespace trireme::ps

@@ -3,6 +3,7 @@
 #include <trireme/common/dtype_name.h>
 #include <trireme/kernels/checks.h>
 #include <trireme/module/module_parameters.h>
+#include <trireme/sync/table_parameters.h>
 
 #include <c10/util/StringUtil.h>
 #include <torch/nn/module.h>
@@ -78,6 +79,10 @@ std::string complaint_about_table(const TableSpec& table, Mode mode) {
   for (size_t i = 0; i < table.tensors.size(); ++i) {
     const std::string wrong = complaint_about_tensor(table.names[i], table.tensors[i]);
     if (!wrong.empty()) return of_table(wrong);
+    const auto other = table.is_module ? trireme::table_of(table.tensors[i]) : nullptr;
+    if (other != nullptr)
+      return "'" + table.names[i] + "' for table '" + table.name + "', which table '" +
+             other->name + "' keeps, expected one that nobody keeps";
   }
   const std::string wrong = complaint_about(table.optimizer);
   if (!wrong.empty()) return "table '" + table.name + "': " + wrong;

@@ -5,6 +5,7 @@
 #include <trireme/strategies/remote/failures.h>
 #include <trireme/strategies/remote/remote_module_session.h>
 #include <trireme/strategies/remote/sendable.h>
+#include <trireme/sync/table_parameters.h>
 
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
@@ -37,6 +38,20 @@ std::shared_ptr<const Definition> definition_of(const std::string& name, Definit
                                              name + "', which is not defined here; there is " +
                                              list_of(all.names(kind)),
                                          {}, "Define it in both processes before start()."));
+}
+
+// Throws ValueError for parameters whose gradients a table takes from .grad: here they are kept
+// apart for each caller, so it would have nothing to push.
+void refuse_parameters_of_tables(ModuleBody& body) {
+  for (const auto& [name, parameter] : body.parameters()) {
+    TORCH_CHECK_VALUE(
+        trireme::table_of(parameter) == nullptr,
+        error_text("remote",
+                   "got '" + name +
+                       "' of a table of a server in a module of a factory, expected modules of "
+                       "this process alone",
+                   {}, "Return the plain module: gradients stay apart for each caller."));
+  }
 }
 
 }  // namespace
@@ -129,7 +144,9 @@ Value CallServer::make_module(const CallMessage& call) {
   if (args == nullptr || kwargs == nullptr) refuse_message("of another form");
   std::optional<OptimizerSpec> optimizer;
   if (!call.args[0].is<std::monostate>()) optimizer = optimizer_of(call.args[0]);
-  auto module = modules_.of(factory->make_module({nullptr, args->items, *kwargs}));
+  const std::shared_ptr<ModuleBody> body = factory->make_module({nullptr, args->items, *kwargs});
+  refuse_parameters_of_tables(*body);
+  auto module = modules_.of(body);
   return replies_.show(
       std::make_shared<RemoteModuleSession>(std::move(module), std::move(optimizer)),
       "module " + call.name);
