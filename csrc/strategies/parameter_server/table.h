@@ -54,6 +54,8 @@ class TRIREME_API Table {
   // --- the server calls these ---
 
   virtual void before_clock();
+  // Returns whether pushes wait for their place.
+  bool has_open_pushes() const { return !open_pushes_.empty(); }
   virtual void after_clock();
   // Moves a module's parameters out of the table's memory.
   virtual void release_module() {}

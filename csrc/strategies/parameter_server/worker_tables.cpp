@@ -96,7 +96,11 @@ void save_together(const WorkerTables& tables, const std::function<void()>& work
 }
 
 void WorkerTables::clock() {
-  for (const auto& table : tables) table->before_clock();
+  // What another thread pushes while one of these waits belongs to this clock, too.
+  do {
+    for (const auto& table : tables) table->before_clock();
+  } while (std::any_of(tables.begin(), tables.end(),
+                       [](const auto& table) { return table->has_open_pushes(); }));
   session->move_clock();
   for (const auto& table : tables) table->after_clock();
 }

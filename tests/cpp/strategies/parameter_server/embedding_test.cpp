@@ -2,7 +2,13 @@
 
 #include <trireme/strategies/parameter_server/embedding.h>
 
+#include <trireme/common/interruption.h>
+
+#include <functional>
+#include <future>
+#include <optional>
 #include <strategies/parameter_server/sparse_rows.h>
+#include <utility>
 
 namespace trireme::embedding_test {
 
@@ -196,6 +202,52 @@ TEST_CASE("sparse: a push that is kept and fails is done again, and counted once
   CHECK_THAT(seen[0].said, Catch::Contains("[ps] push of table 'items' at clock 2, at the index"));
   CHECK(seen[0].pushes == 1);
   for (const Seen& look : seen) CHECK(look.row.equal(at::ones({1, kDim})));
+}
+
+namespace {
+
+// Called once by the next wait of this thread that lets others in.
+thread_local std::function<void()> meanwhile;
+
+void look_around() {
+  if (meanwhile) std::exchange(meanwhile, nullptr)();
+}
+
+}  // namespace
+
+TEST_CASE("sparse: what a thread pushes while another one's clock() waits belongs to that clock") {
+  set_interruption_check(&look_around);
+  const auto seen = on_workers<std::vector<at::Tensor>>(2, [](ThreadRank& rank) {
+    const auto sums = [](const char* name) {
+      return ps::sparse(name, kDim, ps::Sum{}, {.reduction = ps::Reduction::kSum});
+    };
+    ps::ParameterServer server(rank.communicator, {sums("first"), sums("second")});
+    const at::Tensor id = at::tensor(Ids{5});
+    const at::Tensor one = at::ones({1, kDim});
+    const auto meet = [&](const char* what) { rank.communicator->barrier(what).wait(); };
+    if (rank.where.rank == 0) {
+      server.clock();
+      server.clock();
+      Pending second = server.sparse("second").push_async(id, one);
+      std::optional<Pending> first;
+      TORCH_CHECK(!second.done());
+      meanwhile = [&] {
+        const auto push = [&] { first = server.sparse("first").push_async(id, one); };
+        std::async(std::launch::async, push).get();
+        TORCH_CHECK(!first->done());
+        meet("both are kept");
+      };
+      server.clock();
+      first->wait();
+      second.wait();
+    } else {
+      meet("both are kept");
+      for (int64_t clock = 0; clock < 3; ++clock) server.clock();
+    }
+    return std::vector{server.sparse("first").pull(id), server.sparse("second").pull(id)};
+  });
+  for (const std::vector<at::Tensor>& rows : seen)
+    for (const at::Tensor& row : rows) CHECK(row.equal(at::ones({1, kDim})));
 }
 
 }  // namespace trireme::embedding_test
