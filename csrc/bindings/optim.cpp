@@ -1,10 +1,15 @@
 #include <trireme/bindings/bindings.h>
+#include <trireme/common/error.h>
 #include <trireme/kernels/optimizer_step.h>
 
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 
+#include <initializer_list>
 #include <optional>
+#include <string>
 #include <vector>
 
 namespace trireme {
@@ -18,20 +23,47 @@ bool is_wrapped(const at::Tensor& tensor) {
          py::hasattr(py::cast(tensor), "_local_tensor");
 }
 
+// The tensors that an optimizer keeps, one per parameter or none, by their name.
+struct States {
+  const char* name;
+  Tensors& tensors;
+};
+
+py::object placements_of(const at::Tensor& tensor) { return py::cast(tensor).attr("placements"); }
+
+at::Tensor local_part(const at::Tensor& tensor) {
+  return is_wrapped(tensor) ? py::cast(tensor).attr("_local_tensor").cast<at::Tensor>() : tensor;
+}
+
+// Throws ValueError for the state of parameter `i` if other ranks have other parts of it.
+void check_placements(const char* area, const States& states, size_t i,
+                      const py::object& expected) {
+  if (!is_wrapped(states.tensors[i])) return;
+  const py::object got = placements_of(states.tensors[i]);
+  TORCH_CHECK_VALUE(
+      got.equal(expected),
+      error_text(
+          area,
+          c10::str("got ", states.name, " with placements ", py::str(got).cast<std::string>(),
+                   " for parameter ", i, ", expected ", py::str(expected).cast<std::string>()),
+          {}, "Distribute the state as its parameter is, or load the optimizer's state anew."));
+}
+
 // Replaces DTensors by their local tensors where a parameter and its gradient have the same
 // placements: an update is elementwise. Others stay as they are, for ATen's operators on DTensors.
-void unwrap_rows(Tensors& params, Tensors& grads, std::initializer_list<Tensors*> states) {
+void unwrap_rows(const char* area, Tensors& params, Tensors& grads,
+                 std::initializer_list<States> all) {
   for (size_t i = 0; i < params.size(); ++i) {
     if (!is_wrapped(params[i]) || !is_wrapped(grads[i])) continue;
-    const py::object placements = py::cast(params[i]).attr("placements");
-    if (!placements.equal(py::cast(grads[i]).attr("placements"))) continue;
-    const auto unwrap = [i](Tensors& tensors) {
-      if (i >= tensors.size() || !is_wrapped(tensors[i])) return;
-      tensors[i] = py::cast(tensors[i]).attr("_local_tensor").cast<at::Tensor>();
-    };
-    unwrap(params);
-    unwrap(grads);
-    for (Tensors* tensors : states) unwrap(*tensors);
+    const py::object placements = placements_of(params[i]);
+    if (!placements.equal(placements_of(grads[i]))) continue;
+    for (const States& states : all) {
+      if (i >= states.tensors.size()) continue;
+      check_placements(area, states, i, placements);
+      states.tensors[i] = local_part(states.tensors[i]);
+    }
+    params[i] = local_part(params[i]);
+    grads[i] = local_part(grads[i]);
   }
 }
 
@@ -44,7 +76,9 @@ GradScale scale_of(const OptionalTensor& grad_scale, const OptionalTensor& found
 void adam(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs,
           Tensors max_exp_avg_sqs, const Tensors& steps, const AdamStepOptions& options,
           const OptionalTensor& grad_scale, const OptionalTensor& found_inf) {
-  unwrap_rows(params, grads, {&exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs});
+  unwrap_rows(
+      "adam_step", params, grads,
+      {{"exp_avg", exp_avgs}, {"exp_avg_sq", exp_avg_sqs}, {"max_exp_avg_sq", max_exp_avg_sqs}});
   const py::gil_scoped_release no_gil;
   adam_step({params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, {}}, options,
             scale_of(grad_scale, found_inf));
@@ -52,7 +86,7 @@ void adam(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs,
 
 void sgd(Tensors params, Tensors grads, Tensors momentum_buffers, const SgdStepOptions& options,
          const OptionalTensor& grad_scale, const OptionalTensor& found_inf) {
-  unwrap_rows(params, grads, {&momentum_buffers});
+  unwrap_rows("sgd_step", params, grads, {{"momentum_buffer", momentum_buffers}});
   const py::gil_scoped_release no_gil;
   sgd_step({params, grads, momentum_buffers}, options, scale_of(grad_scale, found_inf));
 }

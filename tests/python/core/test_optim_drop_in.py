@@ -10,7 +10,7 @@ import torch
 import trireme
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from core.optim_cases import NAMES, assert_equal_states, ours, parameters, torchs, train
 
@@ -235,3 +235,22 @@ def test_dtensors_are_stepped_in_their_local_memory(name: str, lone_rank: trirem
     for key, value in expected.state[plain].items():
         state = got.state[sharded][key]
         assert torch.equal(state if key == "step" else state.full_tensor(), value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_that_is_placed_otherwise_is_refused(name: str, lone_rank: trireme.Context) -> None:
+    """Its local part is not the parameter's, though it has the same shape."""
+    rows = distribute_tensor(torch.ones(3, 3), init_device_mesh("cpu", (1,)), [Shard(0)])
+    parameter = nn.Parameter(rows)
+    optimizer = ours(name, [parameter], **({"momentum": 0.9} if name == "SGD" else {}))
+    parameter.grad = rows.clone()
+    for _ in range(2):
+        optimizer.step()
+    state = optimizer.state[parameter]
+    key = "momentum_buffer" if name == "SGD" else "exp_avg_sq"
+    state[key] = state[key].redistribute(placements=[Replicate()])
+    text = (
+        rf"_step\] got {key} with placements \(Replicate\(\),\) for parameter 0, expected \(Shard"
+    )
+    with pytest.raises(ValueError, match=text):
+        optimizer.step()
