@@ -5,8 +5,8 @@
 
 Methods are int8 (the default), int4, sign, fp16, bf16 and none. The line marked COMPRESSION is all
 that a program with DistributedDataParallel has to change. Compression is meant for links between
-hosts, and on one host the default of all methods, between="hosts", sends gradients as they are. This
-program has something to show on one machine, too: it compresses between all ranks unless told
+hosts, and on one host the default of all methods, between="hosts", sends gradients as they are.
+This program has something to show on one machine, too: it compresses between all ranks unless told
 `--between hosts`. At the end it prints what a rank has sent.
 
 examples/cpp/train_compressed.cpp is the same program in C++ and reaches the same losses.

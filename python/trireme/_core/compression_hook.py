@@ -6,7 +6,10 @@ from torch import nn
 
 from trireme import _C
 from trireme._core.compression import Compression
+from trireme._core.errors import Area
 from trireme._core.group_communicator import communicator_of
+
+_AREA = Area("compression")
 
 
 class HookState:
@@ -30,13 +33,16 @@ class HookState:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.compression = compression
-        self.process_group = dist.group.WORLD if process_group is None else process_group
-        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self.process_group = _AREA.expect_group(
+            process_group, "Compress on the ranks of the group only."
+        )
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._model = model  # keeps the parameters
         self._coder = _C.HookCoder(communicator_of(self.process_group), compression._core())
 
     def _average(self, bucket: dist.GradBucket) -> None:
         parameters = bucket.parameters()
-        names = [self._names[parameter] for parameter in parameters]
+        names = [self._names[id(parameter)] for parameter in parameters]
         self._coder.average(bucket.buffer(), parameters, names, bucket.index())
 
 
