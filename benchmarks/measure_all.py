@@ -36,6 +36,7 @@ NAMES = (
     "pipeline",
     "ps",
     "remote",
+    "compression",
 )
 
 

@@ -159,6 +159,21 @@ def slow_workers(row: Json) -> Rows:
     yield {**row, "pattern": PATTERNS[row["pattern"]], "good": good}
 
 
+def coded(row: Json) -> Rows:
+    """Yields the cost of a code, and its speed as a share of an in-place pass'."""
+    ns = 1e3 * statistics.median(row["us"]) / row["all"]["codes"]["numel"]
+    share = text("{ratio:1/.0%}", row)
+    if share:
+        low, high = row["ratio"]["quartiles"]
+        share = f"{share} ({1 / high:.0%} to {1 / low:.0%})"
+    yield {**row, "ns": ns, "share": share}
+
+
+def compressed_steps(row: Json) -> Rows:
+    runs = row["all"]["steps"]["runs"]
+    yield {**row, "us": runs[row["ours"]], "them": runs[row["theirs"]]}
+
+
 def losses(row: Json) -> Rows:
     yield {**row, "says": row["text"] and f"`{row['text']}`".replace("|", "/")}
 
@@ -168,7 +183,7 @@ ROWS: Mapping[str, Callable[[Json], Rows]] = {
     for function in (
         *(sides, beside_torch, strategies, counted, per_parameter, widest, added, sent, transfers),
         *(short_transfers, loads, offloaded, gpu_steps, messages, sparse_rows, model_steps),
-        *(slow_workers, losses),
+        *(slow_workers, losses, coded, compressed_steps),
     )
 }
 
@@ -268,6 +283,15 @@ def one_process(files: Json, *, wins: bool) -> str:
     return "; ".join(cases)
 
 
+def uncompressed_steps(results: Json) -> str:
+    """Says what steps take without compression."""
+    steps = results.get("steps", {})
+    return ", ".join(
+        text("{runs[step_ms]:.0f} ms", {"runs": steps["runs"][label]}) + f" ({label})"
+        for label in steps.get("plain", ())
+    )
+
+
 def killed(files: Json) -> str:
     """Says the longest that any rank went on without knowing of a death."""
     worst: dict[int, float] = {}
@@ -309,7 +333,7 @@ TEXTS: Mapping[str, Callable[[Json], str]] = {
     function.__name__: function
     for function in (
         *(measured_on, gib, peaks_of_ddp, added_by_averaging, added_per_gradient, left_by_torch),
-        *(added_by_distance, killed, slower, memory_beside_fsdp2),
+        *(added_by_distance, killed, slower, memory_beside_fsdp2, uncompressed_steps),
     )
 } | {
     "one_process_wins": lambda files: one_process(files, wins=True),

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdio>
@@ -23,7 +24,7 @@ inline double time_us(const std::function<void()>& call, int calls) {
 // Runs all sides once per round, every other round in reversed order, and prints their times.
 inline void measure(const std::vector<Side>& sides, int rounds, int calls) {
   std::vector<std::string> lists(sides.size());
-  for (const Side& side : sides) time_us(side.call, 100);
+  for (const Side& side : sides) time_us(side.call, std::min(calls, 100));
   for (int round = 0; round < rounds; ++round) {
     for (size_t turn = 0; turn < sides.size(); ++turn) {
       const size_t place = round % 2 == 0 ? turn : sides.size() - 1 - turn;

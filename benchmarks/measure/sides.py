@@ -41,6 +41,21 @@ TORCH_DDP = tuple(
     )
     if set(side.options) <= set(inspect.signature(DistributedDataParallel).parameters)
 )
+
+
+def hooked(sides: Sides, hook: str, **options: Any) -> Sides:
+    """torch's DDP with one of HOOKS (strategies.py) and further options."""
+    return [
+        Side(f"{s.label}, {hook}", "torch-ddp-hooked", {**s.options, **options, "hook": hook})
+        for s in sides
+    ]
+
+
+def compressed(method: str) -> Side:
+    """Our DDP over Gloo with a method of trireme.compression."""
+    return Side(f"ddp, Gloo, {method}", "ddp-gloo-compressed", {"method": method})
+
+
 TORCH_ZERO_1 = (
     Side("torch-zero1", "torch-zero1", {}),
     Side("torch-zero1 + view", "torch-zero1", {"parameters_as_bucket_view": True}),

@@ -140,6 +140,33 @@ def build_torch_ddp(module: nn.Module, optimizer: OptimizerSpec, options: Option
     return Parallel(parallel, optimizer.build(parallel.parameters()), report)
 
 
+HOOKS = {
+    "fp16 hook": ("default_hooks", "fp16_compress_hook"),
+    "bf16 hook": ("default_hooks", "bf16_compress_hook"),
+    "8 bit hook": ("quantization_hooks", "quantization_pertensor_hook"),
+}
+
+
+def build_compressed_ddp(module: nn.Module, optimizer: OptimizerSpec, options: Options) -> Parallel:
+    """Each rank sends codes of its own."""
+    from trireme import compression
+
+    method = getattr(compression, options["method"])(between="ranks")
+    return build_ddp(module, optimizer, {"compression": method})
+
+
+def build_hooked_torch_ddp(
+    module: nn.Module, optimizer: OptimizerSpec, options: Options
+) -> Parallel:
+    plain = {name: value for name, value in options.items() if name != "hook"}
+    parallel = build_torch_ddp(module, optimizer, plain)
+    file, name = HOOKS[options["hook"]]
+    hooks = importlib.import_module(f"torch.distributed.algorithms.ddp_comm_hooks.{file}")
+    assert isinstance(parallel.module, nn.parallel.DistributedDataParallel)
+    parallel.module.register_comm_hook(None, getattr(hooks, name))
+    return parallel
+
+
 def _torch_report(parallel: nn.parallel.DistributedDataParallel) -> Report:
     """The reducer's own clock, a step late: last gradient to end of communication."""
     parallel._set_ddp_runtime_logging_sample_rate(1)  # else only every 100th step is timed
@@ -397,6 +424,23 @@ STRATEGIES: dict[str, Strategy] = {
         GLOO,
         only_benchmarked=True,
         needs_trireme=True,
+    ),
+    "ddp-gloo-compressed": Strategy(
+        "trireme DistributedDataParallel over Gloo, compressed",
+        build_compressed_ddp,
+        GLOO,
+        {"method": "Int8"},
+        agrees=False,
+        only_benchmarked=True,
+        needs_trireme=True,
+    ),
+    "torch-ddp-hooked": Strategy(
+        "torch DistributedDataParallel with a communication hook",
+        build_hooked_torch_ddp,
+        GLOO,
+        {"hook": "fp16 hook"},
+        agrees=False,
+        only_benchmarked=True,
     ),
     "zero2-gloo": Strategy(
         "trireme ZeRO stage 2 over Gloo",
