@@ -136,7 +136,7 @@ void init_ddp(py::module_& module) {
              auto adapted =
                  make_comm_hook(python_hook(std::move(state), std::move(hook)), ddp.communicator());
              const py::gil_scoped_release no_gil;
-             ddp.reducer().set_comm_hook(std::move(adapted));
+             ddp.set_comm_hook(std::move(adapted));
            }),
            py::arg("state"), py::arg("hook"))
       .def("last_step",

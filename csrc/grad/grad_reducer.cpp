@@ -344,9 +344,6 @@ void GradReducer::set_manual_finalization(bool manual) {
 
 void GradReducer::set_comm_hook(std::shared_ptr<CommHook> hook) {
   const auto lock = trigger_->lock();
-  checks_.expect(!transports_.own().traits().is_compressed,
-                 "got a communication hook beside `compression`, expected one of the two",
-                 "Leave one of them out.");
   checks_.expect(trigger_->is_idle() && !transports_.own().traits().keeps_buckets,
                  "got a second communication hook, expected one per module",
                  "Combine the two in one hook (e.g. fp16_compress_wrapper).");

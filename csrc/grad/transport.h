@@ -65,8 +65,6 @@ struct TransportTraits {
   bool streams = false;
   // A stream may take its place where ranks share memory.
   bool may_become_stream = false;
-  // Codes leave instead of gradients.
-  bool is_compressed = false;
 };
 
 // The codes of a step that this rank has sent.

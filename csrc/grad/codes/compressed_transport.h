@@ -15,8 +15,7 @@ namespace trireme {
 class TRIREME_API CompressedTransport final : public Transport {
  public:
   CompressedTransport(const std::shared_ptr<Communicator>& ranks, const Compression& compression)
-      : Transport(ranks, {.carries_map = false, .is_compressed = true}),
-        coder_(ranks, compression) {}
+      : Transport(ranks, {.carries_map = false}), coder_(ranks, compression) {}
 
   // Throws ValueError if gradients are sparse.
   void begin(const TransportStep& step) override;

@@ -84,7 +84,8 @@ Ddp::Ddp(ModuleTensors module, std::shared_ptr<Communicator> communicator,
   parts.communicator = communicator_;
   parts.trigger = trigger_;
   parts.delivery = std::make_shared<WholeDelivery>(trigger_, options.gradient_as_bucket_view);
-  if (options.compression) parts.transport = compressed(*options.compression);
+  has_compression_ = options.compression.has_value();
+  if (has_compression_) parts.transport = compressed(*options.compression);
   reducer_ = GradReducer::make(module.parameters, std::move(parts), reducer_options);
 }
 
@@ -95,6 +96,14 @@ std::unique_ptr<Transport> Ddp::compressed(const Compression& compression) {
   auto transport = std::make_unique<CompressedTransport>(communicator_, compression);
   coder_ = &transport->coder();
   return transport;
+}
+
+void Ddp::set_comm_hook(std::shared_ptr<CommHook> hook) {
+  TORCH_CHECK(
+      !has_compression_,
+      error_text("ddp", "got a communication hook beside `compression`, expected one of the two",
+                 communicator_->rank_of(), "Leave one of them out."));
+  reducer_->set_comm_hook(std::move(hook));
 }
 
 // See [Note: one inside another] in ddp.h.

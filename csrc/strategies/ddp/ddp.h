@@ -95,6 +95,9 @@ class TRIREME_API Ddp {
   // has the values already is not written, since a sharded optimizer's must not be.
   void sync_module(const std::vector<at::Tensor>& buffers, int64_t root);
 
+  // Puts `hook` in the place of the transport; see GradReducer. Throws c10::Error beside
+  // compression, also where nothing is compressed.
+  void set_comm_hook(std::shared_ptr<CommHook> hook);
   // Returns what codes gradients; null if nothing is compressed. It is the reducer's.
   GradientCoder* coder() const { return coder_; }
 
@@ -124,6 +127,7 @@ class TRIREME_API Ddp {
   std::shared_ptr<Forwards> forwards_ = std::make_shared<Forwards>(Forwards{trigger_});
   std::vector<std::weak_ptr<Forwards>> around_;  // the innermost first
   std::shared_ptr<GradReducer> reducer_;
+  bool has_compression_ = false;
   GradientCoder* coder_ = nullptr;
   int64_t seen_step_ = 0;  // see has_averaged()
 };

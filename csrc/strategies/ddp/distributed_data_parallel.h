@@ -91,9 +91,7 @@ class DistributedDataParallelImpl : public torch::nn::Module,
 
   // Replaces the all-reduce of each bucket, division included (see comm/c10d/comm_hook.h;
   // make_comm_hook() takes hooks written for torch's DDP). Once, before the first backward.
-  void register_comm_hook(std::shared_ptr<CommHook> hook) {
-    ddp_.reducer().set_comm_hook(std::move(hook));
-  }
+  void register_comm_hook(std::shared_ptr<CommHook> hook) { ddp_.set_comm_hook(std::move(hook)); }
 
   // Returns where the time of the last synchronized step went.
   StepReport last_step() const { return ddp_.reducer().last_step(); }

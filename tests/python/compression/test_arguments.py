@@ -119,6 +119,13 @@ def test_copies_begin_without_residuals(rank: int) -> None:
 
 
 @on_ranks(backend="trireme")
+def test_a_hook_where_nothing_is_compressed(rank: int) -> None:
+    ddp = trireme.DistributedDataParallel(mlp(), compression=c.Int8(between="hosts"))
+    with raises(RuntimeError, "compression", "hook"):
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+
+@on_ranks(backend="trireme")
 def test_one_host_is_left_alone(rank: int) -> None:
     """Said once, on rank 0; gradients go as a stream of deposits, as before."""
     with warnings.catch_warnings(record=True) as said:
