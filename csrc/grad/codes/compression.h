@@ -96,9 +96,9 @@ struct Sign {
 // kept from step to step and corrected by a sample: at most as many, and on average 4 of 5 or more.
 // Chunks are exact.
 struct TopK {
-  double density = 0.01;         // in (0, 1]: ceil(density * n) of n elements are sent
-  std::optional<int64_t> chunk;  // a power of two; all of the parameter if absent
-  int64_t bits = 32;             // of a value
+  double density = 0.01;              // in (0, 1]: ceil(density * n) of n elements are sent
+  std::optional<int64_t> chunk = {};  // a power of two; all of the parameter if absent
+  int64_t bits = 32;                  // of a value
   bool exact = false;
   double decay = 1;
   bool error_feedback = true;

@@ -25,14 +25,14 @@ struct DdpOptions {
   bool forward_sync_buffers = true;
   // The sizes of buckets in MiB; by default 25, the first 1. A list gives one cap per bucket, the
   // last one for all further buckets.
-  std::optional<double> bucket_cap_mb;
-  std::vector<double> bucket_cap_mb_list;
+  std::optional<double> bucket_cap_mb = {};
+  std::vector<double> bucket_cap_mb_list = {};
   bool gradient_as_bucket_view = false;
   // The dtype in which floating-point gradients travel; their own if absent.
-  std::optional<at::ScalarType> reduce_dtype;
+  std::optional<at::ScalarType> reduce_dtype = {};
   // What gradients become on links between senders (grad/codes/compression.h); themselves if
   // absent.
-  std::optional<Compression> compression;
+  std::optional<Compression> compression = {};
 };
 
 // The tensors of a module that DDP keeps equal on all ranks.
