@@ -38,11 +38,13 @@ std::function<void()> encoding(const at::Tensor& values, const trireme::Compress
 // What is in flight is dropped: only the way there is timed.
 std::function<void()> casting(const at::Tensor& values,
                               const std::shared_ptr<trireme::Communicator>& alone) {
-  trireme::CodedGradient gradient{values.data_ptr<float>(), values.numel()};
-  gradient.residual = at::zeros_like(values);
+  const auto kept = std::make_shared<trireme::KeptOfCode>();
+  kept->residual = at::zeros_like(values);
+  const trireme::CodedGradient gradient{
+      .values = values.data_ptr<float>(), .numel = values.numel(), .kept = kept.get()};
   const trireme::CodeExchange exchange{
       .senders = alone, .gradients = {gradient}, .memory = values, .label = "cast"};
-  return [exchange] { trireme::reduce_casts(at::kHalf, exchange); };
+  return [kept, exchange] { trireme::start_exchange(trireme::Fp16{}, exchange); };
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <trireme/comm/threads/thread_group.h>
 #include <trireme/saving/module_checkpoint.h>
 #include <trireme/strategies/data_parallel/data_parallel.h>
+#include <trireme/strategies/pipeline/pipeline.h>
 #include <trireme/strategies/pipeline/pipeline_stage.h>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
