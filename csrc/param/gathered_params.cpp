@@ -23,22 +23,6 @@ at::Tensor contiguous_range(const at::Tensor& buffer, at::IntArrayRef sizes, int
   return range_of(buffer, sizes, at::detail::defaultStrides(sizes), offset);
 }
 
-// Let whoever reads tensors of a storage without memory get an error, and no null pointer; or read
-// again. They do nothing under versions of torch that cannot do both. On devices other than the CPU
-// allocators ask for such a pointer, too.
-template <typename Storage>
-constexpr bool kCanRefuseReading =
-    requires(Storage& storage) { storage.clear_data_ptr_access_error_msg_(); };
-template <typename Storage>
-void refuse_reading(Storage& storage, const std::string& text) {
-  if constexpr (kCanRefuseReading<Storage>)
-    storage.release_data_and_set_meta_custom_data_ptr_error_msg_(text);
-}
-template <typename Storage>
-void allow_reading(Storage& storage) {
-  if constexpr (kCanRefuseReading<Storage>) storage.clear_data_ptr_access_error_msg_();
-}
-
 // A gather on a stream beside that of the waiting caller.
 class GatherBeside final : public Pending::State {
  public:
@@ -83,12 +67,6 @@ GatheredParams::GatheredParams(Request request)
     const int64_t most = item * (spec.is_replicated() ? 1 : rows.most * rows.numel);
     bytes_ += aligned(spec.is_replicated() ? most : where.world * most);
     if (among > 0 && !spec.is_replicated()) pieces_bytes_ += aligned(where.world / among * most);
-  }
-  if (!request.specs.empty()) {
-    unreadable_ = error_text("fully_shard",
-                             "got a read of whole parameters of the unit of '" +
-                                 request.specs.front().name + "', which are not gathered",
-                             where, "Call unshard() before, on all ranks, or use the shards.");
   }
   const at::Tensor buffer =
       at::empty({bytes_}, at::TensorOptions().dtype(at::kByte).device(device_));
@@ -185,9 +163,7 @@ Pending GatheredParams::gather_now(bool of_pieces, const std::string& label) {
 
 void GatheredParams::take_buffer(const std::string& label) {
   c10::StorageImpl& storage = *storage_.unsafeGetStorageImpl();
-  at::DataPtr memory = pool_->take(bytes_, label.c_str());
-  allow_reading(storage);
-  storage.set_data_ptr_noswap(std::move(memory));
+  storage.set_data_ptr_noswap(pool_->take(bytes_, label.c_str()));
   storage.set_nbytes(static_cast<size_t>(bytes_));
   has_memory_ = true;
 }
@@ -213,7 +189,6 @@ void GatheredParams::release() {
   c10::StorageImpl& storage = *storage_.unsafeGetStorageImpl();
   storage.set_data_ptr_noswap(at::DataPtr(nullptr, device_));
   storage.set_nbytes(0);
-  if (device_.is_cpu()) refuse_reading(storage, unreadable_);
 }
 
 void GatheredParams::copy_pieces(bool into_buffer) const {

@@ -100,8 +100,7 @@ class GatheredParams final : public ParamMemory {
   bool pins_memory_;
   std::vector<Entry> entries_;
   int64_t bytes_ = 0;
-  c10::Storage storage_;    // the buffer's; without memory while released
-  std::string unreadable_;  // the text for those who read it then
+  c10::Storage storage_;  // the buffer's; without memory while released
   bool has_memory_ = false;
   std::shared_ptr<BufferPool> pool_;
   bool has_pieces_ = false;  // equal on all ranks

@@ -205,9 +205,7 @@ void ShardedModule::Root::check_members() {
       const at::Tensor& unsharded = group->params()[i].unsharded();
       // Compares no addresses: there may be no memory now.
       const bool is_in_place =
-          leaf.has_storage() &&
-          leaf.storage().unsafeGetStorageImpl() == unsharded.storage().unsafeGetStorageImpl() &&
-          leaf.storage_offset() == unsharded.storage_offset();
+          leaf.is_alias_of(unsharded) && leaf.storage_offset() == unsharded.storage_offset();
       const int64_t version = leaf.is_inference() ? 0 : leaf._version();
       if (is_in_place && (member_versions_.empty() || version == member_versions_[index])) continue;
       if (is_in_place) note_members();  // said once
