@@ -607,7 +607,7 @@ TEST_CASE("what goes together is right, or refused by name") {
   remote::define_module("model_of_pairs", [] { return Sequential(owned); });
   for (const auto& [name, row] : kRows) {
     for (const Column& column : kColumns) {
-      if (!has_meaning(name, column)) continue;
+      if (!has_meaning(name, column) || kOpen.count({name, column.name}) > 0) continue;
       CAPTURE(column.name, name);
       CHECK(complaint(column, name, alone(row, column.cut)) == "");
     }
