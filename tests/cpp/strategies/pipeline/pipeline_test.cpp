@@ -5,6 +5,7 @@
 #include <torch/optim.h>
 
 #include <algorithm>
+#include <atomic>
 #include <catch_torch.h>
 #include <chrono>
 #include <cmath>
@@ -109,9 +110,10 @@ TEST_CASE("a Sequential trains as a pipeline as it does alone") {
 }
 
 TEST_CASE("a rank keeps no layers of other ranks once the net is dropped") {
+  std::atomic<int> as_many{0};
   run_thread_ranks(
       3,
-      [](ThreadRank& rank) {
+      [&](ThreadRank& rank) {
         torch::nn::Sequential net = seeded_net();
         std::vector<std::weak_ptr<torch::nn::Module>> layers;
         for (const auto& layer : net->children()) layers.push_back(layer);
@@ -119,11 +121,11 @@ TEST_CASE("a rank keeps no layers of other ranks once the net is dropped") {
         net = nullptr;
         const auto alive = std::count_if(layers.begin(), layers.end(),
                                          [](const auto& layer) { return !layer.expired(); });
-        TORCH_CHECK(alive == static_cast<int64_t>(pipe->children().size()), "got ", alive,
-                    " layers of 5");
+        if (alive == static_cast<int64_t>(pipe->children().size())) ++as_many;
         pipe->step(rows(0), targets(0), loss_of);
       },
       std::chrono::seconds(30), Engine::kShm);
+  CHECK(as_many == 3);
 }
 
 TEST_CASE("gradients of all stages are clipped by their common norm") {
