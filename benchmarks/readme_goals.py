@@ -164,7 +164,7 @@ def goals(files: Mapping[str, Json]) -> Iterator[str]:
         bad, good = [*filter(missed, rows)], [row for row in rows if not missed(row)]
         why = goal.reason(bad) if bad else ""
         cells = (f"`{goal.file}`", what, goal.said(bad, keys), why, goal.said(good, keys))
-        keys.check()
+        keys.check(files)
         lines[bool(bad)].append("| " + " | ".join(cells) + " |")
     if any(lines.values()):
         yield "\n".join([*TABLE, *lines[True], *lines[False]])

@@ -214,25 +214,68 @@ class Replicas:
 def default_replicas(threads: int) -> int: ...
 def intra_op_threads_of(threads: int, workers: int) -> list[int]: ...
 
-class _Method:
-    def __init__(self, **arguments: bool | float | str | None) -> None: ...
+class Fp16:
+    def __init__(self, *, error_feedback: bool, dense_below: int, between: str) -> None: ...
 
-class Fp16(_Method): ...
-class Bf16(_Method): ...
-class Int8(_Method): ...
-class Int4(_Method): ...
-class Sign(_Method): ...
-class TopK(_Method): ...
-class RandomK(_Method): ...
-class PowerSGD(_Method): ...
+class Bf16:
+    def __init__(self, *, error_feedback: bool, dense_below: int, between: str) -> None: ...
+
+class Int8:
+    def __init__(
+        self, *, block: int, rounding: str, error_feedback: bool, dense_below: int, between: str
+    ) -> None: ...
+
+class Int4:
+    def __init__(
+        self, *, block: int, error_feedback: bool, dense_below: int, between: str
+    ) -> None: ...
+
+class Sign:
+    def __init__(
+        self, *, block: int, error_feedback: bool, dense_below: int, between: str
+    ) -> None: ...
+
+class TopK:
+    def __init__(
+        self,
+        *,
+        density: float,
+        chunk: int | None,
+        bits: int,
+        exact: bool,
+        decay: float,
+        error_feedback: bool,
+        dense_below: int,
+        between: str,
+    ) -> None: ...
+
+class RandomK:
+    def __init__(
+        self, *, density: float, seed: int, error_feedback: bool, dense_below: int, between: str
+    ) -> None: ...
+
+class PowerSGD:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        start_step: int,
+        min_ratio: float,
+        seed: int,
+        error_feedback: bool,
+        dense_below: int,
+        between: str,
+    ) -> None: ...
+
+_Compression = Fp16 | Bf16 | Int8 | Int4 | Sign | TopK | RandomK | PowerSGD
 
 class HookCoder:
-    def __init__(self, ranks: Communicator, compression: _Method) -> None: ...
+    def __init__(self, ranks: Communicator, compression: _Compression) -> None: ...
     def average(
         self, buffer: torch.Tensor, parameters: _Tensors, names: Sequence[str], index: int
     ) -> None: ...
 
-def code_bytes(compression: _Method, sizes: Sequence[int]) -> int: ...
+def code_bytes(compression: _Compression, sizes: Sequence[int]) -> int: ...
 
 class DdpOptions:
     init_sync: bool
@@ -241,7 +284,7 @@ class DdpOptions:
     bucket_cap_mb_list: list[float]
     gradient_as_bucket_view: bool
     reduce_dtype: torch.dtype | None
-    compression: _Method | None
+    compression: _Compression | None
     def __init__(self) -> None: ...
 
 class ModuleNow:

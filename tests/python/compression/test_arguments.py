@@ -125,7 +125,7 @@ def test_a_hook_where_nothing_is_compressed(rank: int) -> None:
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
 
 
-@on_ranks(backend="trireme")
+@on_ranks(backend="trireme", fresh=True)  # a process warns once
 def test_one_host_is_left_alone(rank: int) -> None:
     """Said once, on rank 0; gradients go as a stream of deposits, as before."""
     with warnings.catch_warnings(record=True) as said:

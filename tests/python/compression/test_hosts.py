@@ -80,7 +80,8 @@ def test_equals_numpy(layout: str, name: str) -> None:
 
 
 def outlive(rank: int, layout: str) -> None:
-    """Ranks of its host see it die; the others are told by them. No parameter has changed."""
+    """Ranks of its host see it die; the others are told by them. No parameter has changed. Who says
+    so may count ranks within its host."""
     ddp = trireme.DistributedDataParallel(Given(SIZES), compression=c.Sign())
     averaged(ddp, drawn(0, rank))
 
@@ -92,7 +93,7 @@ def outlive(rank: int, layout: str) -> None:
         ddp.module.held["matrix"].register_hook(die_when_others_come)
     say(f"{rank} comes")
     saw_it = LAYOUTS[layout][rank] == LAYOUTS[layout][1]
-    with raises(dist.DistBackendError, "rank 1", "has died" if saw_it else ""):
+    with raises(dist.DistBackendError, "has died" if saw_it else ""):
         averaged(ddp, drawn(1, rank))
     assert not any(parameter.any() for parameter in ddp.parameters())
 
