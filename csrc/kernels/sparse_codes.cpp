@@ -18,10 +18,6 @@ constexpr auto kFloatBytes = static_cast<int64_t>(sizeof(float));
 constexpr int64_t kPlaceBits = 32;
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-int64_t sent_of(double density, int64_t numel) {
-  return std::min(numel, static_cast<int64_t>(std::ceil(density * static_cast<double>(numel))));
-}
-
 int64_t bits_of_place(const SparseFormat& format) {
   if (format.chunk == 0) return kPlaceBits;
   return std::bit_width(static_cast<uint64_t>(format.chunk)) - 1;
@@ -86,7 +82,6 @@ class Coder {
   }
 
   void code_run(int64_t begin, int64_t numel) {
-    begin_ = begin;
     sums_.resize(static_cast<size_t>(numel));
     bool is_finite = true;
     for (int64_t i = 0; i < numel; ++i) {
@@ -173,7 +168,6 @@ class Coder {
   std::vector<std::byte> places_;
   std::vector<float> sums_;
   std::vector<float> sizes_;
-  int64_t begin_ = 0;
   int64_t sent_ = 0;
 };
 
@@ -201,6 +195,10 @@ void add_code(const SparseFormat& format, const std::byte* code, float* to, int6
 }
 
 }  // namespace
+
+int64_t sent_of(double density, int64_t numel) {
+  return std::min(numel, static_cast<int64_t>(std::ceil(density * static_cast<double>(numel))));
+}
 
 int64_t SparseFormat::count(int64_t numel) const {
   if (chunk == 0) return sent_of(density, numel);

@@ -8,6 +8,9 @@
 
 namespace trireme {
 
+// Returns how many of `numel` values are sent at that density, in (0, 1].
+TRIREME_API int64_t sent_of(double density, int64_t numel);
+
 // A code of runs of fp32 values: the largest of a run, or of each chunk of it, with their places.
 //
 //   [ values: fp32 ][ places: 32 bits each, or log2(chunk) bits in chunks ]

@@ -146,10 +146,12 @@ void check(const Compression& compression) {
       compression);
 }
 
+const char* name_of(const Compression& compression) { return kNames[compression.index()]; }
+
 std::string to_string(const Compression& compression) {
   return std::visit(
       [&](const auto& method) {
-        std::string text = std::string(kNames[compression.index()]) + "(";
+        std::string text = std::string(name_of(compression)) + "(";
         arguments_of(method, [&](const char* name, const auto& value) {
           text += std::string(name) + "=" + text_of(value) + ", ";
         });
@@ -191,10 +193,6 @@ SparseFormat sparse_format(const TopK& method) {
 MatrixShape matrix_shape(at::IntArrayRef sizes) {
   if (sizes.empty()) return {};
   return {sizes.front(), c10::multiply_integers(sizes.slice(1))};
-}
-
-int64_t sent_of(double density, int64_t numel) {
-  return std::min(numel, static_cast<int64_t>(std::ceil(density * static_cast<double>(numel))));
 }
 
 bool is_dense(const Compression& compression, const MatrixShape& shape) {

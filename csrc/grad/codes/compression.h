@@ -143,6 +143,8 @@ using Compression = std::variant<Fp16, Bf16, Int8, Int4, Sign, TopK, RandomK, Po
 // c10::NotImplementedError for TopK::bits of 2.
 TRIREME_API void check(const Compression& compression);
 
+// Returns "Int4".
+TRIREME_API const char* name_of(const Compression& compression);
 // Returns the method and its arguments as Python writes them: "Int4(block=64, error_feedback=True,
 // dense_below=1024, between='hosts')".
 TRIREME_API std::string to_string(const Compression& compression);
@@ -164,9 +166,6 @@ struct MatrixShape {
   int64_t numel() const { return rows * columns; }
 };
 TRIREME_API MatrixShape matrix_shape(at::IntArrayRef sizes);
-
-// Returns how many of `numel` elements are sent at that density.
-TRIREME_API int64_t sent_of(double density, int64_t numel);
 
 // Returns whether a parameter goes as fp32, whatever the step, and the bytes that one sender sends
 // for it in one journey.

@@ -44,7 +44,8 @@ void make_orthogonal(const at::Tensor& matrix) {
 
 at::Tensor LowRank::basis_of(const CodedGradient& gradient) const {
   at::Tensor& basis = gradient.kept->basis;
-  if (!basis.defined()) {
+  // One that was loaded may be of another rank.
+  if (!basis.defined() || basis.size(1) != method_.rank) {
     auto generator = at::detail::createCPUGenerator(static_cast<uint64_t>(method_.seed) ^
                                                     static_cast<uint64_t>(gradient.shape.numel()));
     basis = at::randn({gradient.shape.columns, method_.rank}, generator, at::kFloat);

@@ -14,15 +14,12 @@ using Tensors = std::vector<CheckpointTensor>;
 
 const BucketLayout& layout_of(const Ddp& ddp) { return ddp.reducer().layout(); }
 
-std::string method_of(const Ddp& ddp) {
-  const std::string text = to_string(ddp.coder()->compression());
-  return text.substr(0, text.find('('));
-}
-
 std::string residual_of(const std::string& name) { return "residual:" + name; }
 std::string basis_of(const std::string& name) { return "basis:" + name; }
 std::string threshold_of(const std::string& name) { return "threshold:" + name; }
-std::string steps_of(const Ddp& ddp) { return "steps:" + method_of(ddp); }
+std::string steps_of(const Ddp& ddp, const std::string& prefix) {
+  return "steps:" + prefix + name_of(ddp.coder()->compression());
+}
 
 bool has(const CheckpointReader& checkpoint, const std::string& name) {
   return checkpoint.tensors(kCompressionTensors).contains(name);
@@ -110,7 +107,7 @@ std::vector<KeptPart> kept_codes(const Ddp& ddp) {
 std::optional<Tensors> codes_to_save(const Ddp& ddp, const std::string& prefix) {
   if (ddp.coder() == nullptr || ddp.coder()->steps() == 0) return std::nullopt;
   const int64_t senders = ddp.coder()->senders();
-  Tensors tensors{whole(steps_of(ddp), at::full({1}, ddp.coder()->steps(), at::kLong))};
+  Tensors tensors{whole(steps_of(ddp, prefix), at::full({1}, ddp.coder()->steps(), at::kLong))};
   for (const KeptPart& part : kept_codes(ddp)) {
     const std::string name = prefix + part.name;
     const KeptOfCode& kept = *part.kept;
@@ -125,7 +122,7 @@ std::optional<Tensors> codes_to_save(const Ddp& ddp, const std::string& prefix) 
 }
 
 void check_codes(const Ddp& ddp, const CheckpointReader& checkpoint, const std::string& prefix) {
-  if (ddp.coder() == nullptr || !has(checkpoint, steps_of(ddp))) return;
+  if (ddp.coder() == nullptr || !has(checkpoint, steps_of(ddp, prefix))) return;
   const auto& known = checkpoint.tensors(kCompressionTensors);
   for (const ParameterInfo& info : layout_of(ddp).infos()) {
     const auto found = known.find(residual_of(prefix + info.name));
@@ -145,13 +142,13 @@ void load_codes(const Ddp& ddp, const CheckpointReader& checkpoint, const std::s
   GradientCoder* coder = ddp.coder();
   if (coder == nullptr) return;
   coder->forget();
-  if (!has(checkpoint, steps_of(ddp)))
+  if (!has(checkpoint, steps_of(ddp, prefix)))
     return say_that_codes_begin_anew(ddp, "the checkpoint has none of this method");
   const int64_t senders = coder->senders();
   std::vector<KeptPart> parts =
       coder->kept_parts(layout_of(ddp).infos(), layout_of(ddp).parameters(), /*makes=*/true);
   const at::Tensor steps = at::empty({1}, at::kLong);
-  checkpoint.read(kCompressionTensors, {whole(steps_of(ddp), steps)});
+  checkpoint.read(kCompressionTensors, {whole(steps_of(ddp, prefix), steps)});
   coder->set_steps(steps.item<int64_t>());
   int64_t saved = senders;
   for (const auto& [name, tensor] : checkpoint.tensors(kCompressionTensors))

@@ -16,7 +16,7 @@ namespace trireme {
 //   residual:<parameter>    [senders, elements], fp32
 //   basis:<parameter>       Q of PowerSGD
 //   threshold:<parameter>   [senders], of TopK
-//   steps:<method>          one int64
+//   steps:<prefix><method>  one int64
 
 // Returns what this rank keeps; nothing before the first step.
 TRIREME_API std::vector<KeptPart> kept_codes(const Ddp& ddp);

@@ -198,3 +198,29 @@ def test_an_optimizer_resumes_with_it(rank: int, tmp_path: Path) -> None:
         optimizer.step()
     pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
+
+
+@on_ranks()
+def test_another_rank_of_matrices_begins_with_its_own(rank: int, tmp_path: Path) -> None:
+    first = wrapped(c.PowerSGD(2, start_step=0, between="ranks"))
+    step_of(first, 0, rank)
+    trireme.save_checkpoint(tmp_path / "saved", first)
+    second = wrapped(c.PowerSGD(3, start_step=0, between="ranks"))
+    trireme.load_checkpoint(tmp_path / "saved", second)
+    assert all(value.isfinite().all() for value in step_of(second, 1, rank))
+
+
+@on_ranks()
+def test_two_modules_in_one_model(rank: int, tmp_path: Path) -> None:
+    """Each goes on with what it kept."""
+    models = []
+    for _ in range(2):
+        models.append(torch.nn.ModuleList(wrapped(METHODS["sign"]) for _ in range(2)))
+    for step, part in enumerate(models[0]):
+        step_of(part, step, rank)
+    trireme.save_checkpoint(tmp_path / "saved", models[0])
+    trireme.load_checkpoint(tmp_path / "saved", models[1])
+    assert len(state_of(models[1])) == 6
+    for one, other in zip(*models, strict=True):
+        expected, found = step_of(one, 2, rank), step_of(other, 2, rank)
+        assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
