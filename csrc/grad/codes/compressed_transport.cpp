@@ -1,7 +1,5 @@
 #include <trireme/grad/codes/compressed_transport.h>
 
-#include <trireme/common/error.h>
-
 #include <utility>
 
 namespace trireme {
@@ -13,14 +11,14 @@ void CompressedTransport::begin(const TransportStep& step) {
   arrived_.assign(infos_->size(), false);
   coder_.begin_step();
   for (const auto& bucket : step.buckets)
-    if (bucket->plan().sparse) refuse_sparse(bucket->plan().slots.front().parameter);
+    if (bucket->plan().sparse) refuse(bucket->plan().slots.front().parameter);
 }
 
 void CompressedTransport::accumulated(size_t bucket, size_t slot) {
   Bucket& to = *(*buckets_)[bucket];
   const int64_t parameter = to.plan().slots[slot].parameter;
   const auto index = static_cast<size_t>(parameter);
-  if ((*tensors_)[index].grad().layout() != at::kStrided) refuse_sparse(parameter);
+  if ((*tensors_)[index].grad().layout() != at::kStrided) refuse(parameter);
   arrived_[index] = true;
   to.gradient_arrived(slot, /*scale=*/1);
 }
@@ -49,14 +47,8 @@ void CompressedTransport::announce_failure(const std::string& text) noexcept {
   coder_.announce_failure(text);
 }
 
-void CompressedTransport::refuse_sparse(int64_t parameter) const {
-  TORCH_CHECK_VALUE(
-      false,
-      error_text("compression",
-                 "got sparse gradients of '" + (*infos_)[static_cast<size_t>(parameter)].name +
-                     "', expected dense ones",
-                 ranks_->rank_of(),
-                 "Leave sparse=True out of the layer, or compression out of the wrapper."));
+void CompressedTransport::refuse(int64_t parameter) const {
+  refuse_sparse((*infos_)[static_cast<size_t>(parameter)].name, ranks_->rank_of());
 }
 
 }  // namespace trireme

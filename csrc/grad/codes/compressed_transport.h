@@ -32,7 +32,7 @@ class TRIREME_API CompressedTransport final : public Transport {
 
  private:
   bool is_of_step(const TransportBucket& request) const;
-  [[noreturn]] void refuse_sparse(int64_t parameter) const;
+  [[noreturn]] void refuse(int64_t parameter) const;
 
   GradientCoder coder_;
   // the step that runs

@@ -1,5 +1,7 @@
 #include <trireme/grad/codes/reduced_codes.h>
 
+#include <trireme/kernels/random_bits.h>
+
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -86,14 +88,6 @@ class Casts final : public ReducedCodes {
   }
 };
 
-// Returns a number that looks drawn by chance from two.
-uint32_t mixed(uint32_t seed, uint32_t number) {
-  uint32_t x = (number * 0x9e3779b9U) ^ seed;
-  x = (x ^ (x >> 16)) * 0x7feb352dU;
-  x = (x ^ (x >> 15)) * 0x846ca68bU;
-  return x ^ (x >> 16);
-}
-
 // Values at one position drawn in each of as many equal parts of a parameter.
 class DrawnValues final : public ReducedCodes {
  public:
@@ -108,11 +102,11 @@ class DrawnValues final : public ReducedCodes {
   template <typename Visit>
   void at_positions(const CodedGradient& gradient, const Visit& visit) const {
     const int64_t count = code_numel(gradient);
-    const uint32_t seed = mixed(gradient.draw, static_cast<uint32_t>(method_.seed));
+    const uint32_t seed = random_bits(gradient.draw, static_cast<uint32_t>(method_.seed));
     for (int64_t k = 0; k < count; ++k) {
       const int64_t begin = k * gradient.numel / count;
       const int64_t end = (k + 1) * gradient.numel / count;
-      const uint64_t drawn = mixed(seed, static_cast<uint32_t>(k));
+      const uint64_t drawn = random_bits(seed, static_cast<uint32_t>(k));
       visit(k, begin + static_cast<int64_t>((drawn * static_cast<uint64_t>(end - begin)) >> 32));
     }
   }

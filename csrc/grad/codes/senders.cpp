@@ -95,12 +95,16 @@ void check_same_compression(Communicator& communicator,
                  communicator.rank_of(), "Pass the same compression on every rank."));
 }
 
+void refuse_sparse(const std::string& parameter, RankOf where) {
+  TORCH_CHECK_VALUE(
+      false,
+      error_text(kArea, "got sparse gradients of '" + parameter + "', expected dense ones", where,
+                 "Leave sparse=True out of the layer, or compression out of the wrapper."));
+}
+
 void check_compressible(const std::vector<ParameterInfo>& parameters, RankOf where) {
   for (const ParameterInfo& info : parameters)
-    TORCH_CHECK_VALUE(
-        !info.sparse_gradient,
-        error_text(kArea, "got sparse gradients of '" + info.name + "', expected dense ones", where,
-                   "Leave sparse=True out of the layer, or compression out of the wrapper."));
+    if (info.sparse_gradient) refuse_sparse(info.name, where);
 }
 
 }  // namespace trireme

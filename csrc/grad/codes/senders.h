@@ -44,7 +44,9 @@ TRIREME_API Senders make_senders(const std::shared_ptr<Communicator>& ranks, Bet
 TRIREME_API void check_same_compression(Communicator& communicator,
                                         const std::optional<Compression>& compression);
 
-// Throws ValueError for a parameter with sparse gradients.
+// Throws ValueError: there are no codes of sparse gradients, which that parameter has.
+[[noreturn]] TRIREME_API void refuse_sparse(const std::string& parameter, RankOf where);
+// Throws as refuse_sparse() for a parameter with sparse gradients.
 TRIREME_API void check_compressible(const std::vector<ParameterInfo>& parameters, RankOf where);
 
 }  // namespace trireme

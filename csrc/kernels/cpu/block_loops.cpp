@@ -1,5 +1,6 @@
 #include <trireme/common/isa.h>
 #include <trireme/kernels/block_codes.h>
+#include <trireme/kernels/random_bits.h>
 
 #include <algorithm>
 #include <bit>
@@ -29,11 +30,7 @@ TRIREME_INLINE float rounded(float value) {
 
 // Returns a number in [-0.5, 0.5] that looks drawn by chance.
 TRIREME_INLINE float noise(uint32_t seed, uint32_t place) {
-  uint32_t x = (place * 0x9e3779b9U) ^ seed;
-  x = (x ^ (x >> 16)) * 0x7feb352dU;
-  x = (x ^ (x >> 15)) * 0x846ca68bU;
-  x ^= x >> 16;
-  return static_cast<float>(static_cast<int32_t>(x)) * 0x1p-32F;
+  return static_cast<float>(static_cast<int32_t>(random_bits(seed, place))) * 0x1p-32F;
 }
 
 template <bool kResidual>
