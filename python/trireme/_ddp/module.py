@@ -46,9 +46,6 @@ from trireme._ddp.torch_names import TorchNames
 _MIB = 1024 * 1024
 _DEFAULT_CAP_MB = 25
 
-# Held while forwards are counted, since several threads may evaluate at once.
-_counting = threading.Lock()
-
 
 class _Here(threading.local):
     """What runs in this thread: whether a forward is inside of another one is a question of one
@@ -56,9 +53,24 @@ class _Here(threading.local):
 
     def __init__(self) -> None:
         self.depths: WeakKeyDictionary[TorchNames, int] = WeakKeyDictionary()
+        # What torch had noted as running when each forward of this thread began, the inmost last.
+        self.around: list[TorchDDP | None] = []
 
     def depth_of(self, ddp: TorchNames) -> int:
         return self.depths.get(ddp, 0)
+
+    def enter(self, ddp: TorchNames) -> None:
+        """Notes what is around ``ddp``. torch has one note for all threads, so one of ours that
+        does not run in this thread is another thread's."""
+        around = TorchDDP._get_active_ddp_module()
+        is_others = isinstance(around, TorchNames) and not self.depth_of(around)
+        self.around.append(None if is_others else around)
+        self.depths[ddp] = self.depth_of(ddp) + 1
+
+    def leave(self, ddp: TorchNames) -> None:
+        """Restores what was around, as torch forgets it (2.11) or has noted another thread's."""
+        self.depths[ddp] -= 1
+        TorchDDP._active_ddp_module = self.around.pop()
 
 
 _here = _Here()
@@ -321,21 +333,11 @@ class DistributedDataParallel(TorchNames):
 
     @torch._disable_dynamo
     def _count_forward(self) -> None:
-        _here.depths[self] = _here.depth_of(self) + 1
-        with _counting:
-            if self._forwards == 0:
-                self._around = (TorchDDP._get_active_ddp_module(),)
-            self._forwards += 1
+        _here.enter(self)
 
     @torch._disable_dynamo
     def _count_forward_out(self) -> None:
-        """The last one out, of whatever thread, restores what torch knows to run."""
-        _here.depths[self] -= 1
-        with _counting:
-            self._forwards -= 1
-            TorchDDP._active_ddp_module = self._around[0]  # torch forgets it
-            if self._forwards == 0:
-                self._around = (None,)
+        _here.leave(self)
 
     @torch._disable_dynamo
     def _post_forward(self, output: Any) -> Any:

@@ -25,10 +25,6 @@ class TorchNames(TorchDDP):
     """The one around it; see nesting.py."""
     _led: list[TorchNames]
     """Those inside of it."""
-    _forwards = 0
-    """How many run."""
-    _around: tuple[TorchDDP | None] = (None,)
-    """Whose forward runs around them; in a tuple, since it is no layer of this module."""
 
     if TYPE_CHECKING:  # torch's methods that we call; torch gives them no types
 

@@ -197,40 +197,45 @@ def test_what_lightning_calls_of_a_static_graph(rank: int) -> None:
 
 
 class Meeting(nn.Module):
-    """Two threads are in its forward at once, and the one that came first leaves first."""
+    """A second thread comes in while the first is inside; the one that came first leaves first."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.both, self.first_is_out = mlp(), threading.Barrier(2), threading.Event()
-        self.comes = threading.Lock()
+        self.layer, self.comes = mlp(), threading.Lock()
+        self.first_is_in, self.second_is_in, self.first_is_out = (
+            threading.Event() for _ in range(3)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        is_first = self.comes.acquire(blocking=False)
-        self.both.wait()
-        if not is_first:
+        if self.comes.acquire(blocking=False):
+            self.first_is_in.set()
+            assert self.second_is_in.wait(30)
+        else:
+            self.second_is_in.set()
             assert self.first_is_out.wait(30)
         return self.layer(x)
 
 
+@pytest.mark.parametrize("modules", [1, 2])
 @on_ranks(1)
-def test_forwards_of_several_threads_leave_no_module_behind(rank: int) -> None:
+def test_forwards_of_two_threads_leave_no_module_behind(rank: int, modules: int) -> None:
     """Else torch would take it for the one around all later forwards."""
     assert TorchDDP._get_active_ddp_module() is None, "left by the case before"
     met = Meeting()
-    ddp = Ours(met)
+    ddps = [Ours(met) for _ in range(modules)]
 
-    def evaluate() -> None:
+    def evaluate(ddp: Ours) -> None:
         with torch.no_grad():
             ddp(batch(0))
         met.first_is_out.set()
 
-    threads = [threading.Thread(target=evaluate) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    first, second = (threading.Thread(target=evaluate, args=(ddps[at],)) for at in (0, -1))
+    first.start()
+    assert met.first_is_in.wait(30)
+    second.start()
+    first.join()
+    second.join()
     assert TorchDDP._get_active_ddp_module() is None
-    assert ddp._forwards == 0
 
 
 class Gated(nn.Module):
