@@ -36,13 +36,7 @@ void init_checkpoint(py::module_& module) {
       .def(py::init([](std::shared_ptr<Communicator> communicator, c10::Device device) {
              return CheckpointRanks{std::move(communicator), device};
            }),
-           py::arg("communicator"), py::arg("device"))
-      .def("together",
-           wrap_pybind_function_no_gil(
-               [](const CheckpointRanks& ranks, const std::optional<std::string>& error) {
-                 together(ranks, [&] { TORCH_CHECK_VALUE(!error, *error); });
-               }),
-           py::arg("error"), "See csrc/saving/checkpoint.h. `error`: what this rank would throw.");
+           py::arg("communicator"), py::arg("device"));
 
   using Tensors = std::map<std::string, std::vector<CheckpointTensor>>;
   module.def("save_checkpoint",

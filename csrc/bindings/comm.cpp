@@ -1,5 +1,6 @@
 #include <trireme/bindings/bindings.h>
 #include <trireme/bindings/shared_function.h>
+#include <trireme/comm/agree.h>
 #include <trireme/comm/backend/p2p.h>
 #include <trireme/comm/backend/shm_backend.h>
 #include <trireme/comm/c10d/custom_communicator.h>
@@ -21,6 +22,7 @@
 #include <string>
 #include <unistd.h>
 #include <utility>
+#include <vector>
 
 namespace trireme {
 
@@ -169,6 +171,28 @@ void init_comm(py::module_& module) {
                  [](const std::string& own, const std::shared_ptr<Communicator>& communicator,
                     c10::Device device) { return gather_texts(own, *communicator, device); }),
              py::arg("own"), py::arg("communicator"), py::arg("device"));
+  module.def("broadcast_text",
+             wrap_pybind_function_no_gil(
+                 [](const std::string& own, const std::shared_ptr<Communicator>& communicator,
+                    c10::Device device) { return broadcast_text(own, 0, *communicator, device); }),
+             py::arg("own"), py::arg("communicator"), py::arg("device"), "The text of rank 0.");
+  module.def(
+      "compare_texts",
+      wrap_pybind_function_no_gil(
+          [](const std::string& own, const std::shared_ptr<Communicator>& communicator, bool flag) {
+            const ComparedText text{own, "batch of a step", flag};
+            const auto found = compare_texts(text, *communicator, communicator->device());
+            return std::pair(found.are_equal, found.any_flag);
+          }),
+      py::arg("own"), py::arg("communicator"), py::arg("flag") = false);
+  module.def("as_complaint", &as_complaint, py::arg("why"));
+  module.def(
+      "first_complaint",
+      [](const std::vector<std::string>& texts) {
+        const auto found = first_complaint(texts);
+        return found ? std::optional(std::pair(found->rank, found->text)) : std::nullopt;
+      },
+      py::arg("texts"));
   module.def("first_failure", wrap_pybind_function_no_gil(&first_failure), py::arg("own"),
              py::arg("communicator"), py::arg("device"),
              "The first rank that passes an error as `own`, and what it says.");

@@ -179,8 +179,7 @@ void Join::share_options(const std::vector<torch::optim::Optimizer*>& optimizers
       return count;
     });
   }
-  const std::string all =
-      gather_texts(own, *communicator_, communicator_->device())[static_cast<size_t>(root_)];
+  const std::string all = broadcast_text(own, root_, *communicator_, communicator_->device());
   if (!has_run_out_) return;
   torch::serialize::InputArchive archive;
   archive.load_from(all.data(), all.size());

@@ -85,7 +85,7 @@ TEST_CASE("a step is one all-gather and one all-reduce") {
   const at::Tensor batch = at::randn({4, 3, 2});
   const at::Tensor input = batch.clone().set_requires_grad(true);
   const at::Tensor output = norm->forward(input);
-  CHECK(verbs(*wire) == "all_gather 16, all_gather 28, ");  // the layout, once; 2 x 3 + 1 floats
+  CHECK(verbs(*wire) == "all_gather 8, all_gather 28, ");  // the layout, once; 2 x 3 + 1 floats
   wire->clear();
   output.sum().backward();
   CHECK(verbs(*wire) == "all_reduce 24, ");
@@ -104,7 +104,7 @@ TEST_CASE("a step is one all-gather and one all-reduce") {
   norm->train();
   norm->to(at::kDouble);
   norm->forward(batch.to(at::kDouble));
-  CHECK(verbs(*wire) == "all_gather 16, all_gather 56, ");
+  CHECK(verbs(*wire) == "all_gather 8, all_gather 56, ");
 }
 
 TEST_CASE("an input that wants no gradient still takes part in backward") {
