@@ -6,7 +6,6 @@
 #include <trireme/comm/c10d/custom_communicator.h>
 #include <trireme/comm/gather_texts.h>
 #include <trireme/comm/launch/make_communicator.h>
-#include <trireme/comm/recording_communicator.h>
 #include <trireme/comm/run_together.h>
 #include <trireme/common/exception_text.h>
 #include <trireme/common/interruption.h>
@@ -149,18 +148,6 @@ void init_comm(py::module_& module) {
             self.set_reduce_scatter(collective_of(std::move(allocate), std::move(start)));
           },
           py::arg("allocate"), py::arg("start"));
-
-  py::class_<WireRecord>(module, "WireRecord")
-      .def_readonly("verb", &WireRecord::verb)
-      .def_readonly("label", &WireRecord::label)
-      .def_readonly("bytes", &WireRecord::bytes)
-      .def_readonly("dtypes", &WireRecord::dtypes);
-
-  py::class_<RecordingCommunicator, Communicator, std::shared_ptr<RecordingCommunicator>>(
-      module, "RecordingCommunicator")
-      .def(py::init<std::shared_ptr<Communicator>>(), py::arg("inner"))
-      .def_property_readonly("records", &RecordingCommunicator::records)
-      .def("clear", &RecordingCommunicator::clear);
 
   module.def("make_communicator", torch::wrap_pybind_function(make_communicator), py::arg("group"),
              py::arg("store"));

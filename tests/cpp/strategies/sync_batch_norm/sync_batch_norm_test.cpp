@@ -1,11 +1,11 @@
 // The statistics by hand, what goes over the wire, and ranks as threads against BatchNorm on the
 // whole batch. tests/python/core/test_sync_batch_norm.py has the cases by dtype, layout and option.
 
-#include <trireme/comm/recording_communicator.h>
 #include <trireme/strategies/sync_batch_norm/channel_stats.h>
 #include <trireme/strategies/sync_batch_norm/sync_batch_norm_module.h>
 
 #include <catch_torch.h>
+#include <recording_communicator.h>
 #include <sstream>
 #include <string>
 #include <thread_ranks.h>
@@ -15,8 +15,10 @@ namespace trireme::sync_batch_norm_test {
 
 namespace {
 
+using trireme::test::RecordingCommunicator;
 using trireme::test::run_thread_ranks;
 using trireme::test::ThreadRank;
+using trireme::test::WireRecord;
 
 std::shared_ptr<RecordingCommunicator> twins() {
   return std::make_shared<RecordingCommunicator>(RankOf{0, 2});
