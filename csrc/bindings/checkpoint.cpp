@@ -36,7 +36,12 @@ void init_checkpoint(py::module_& module) {
       .def(py::init([](std::shared_ptr<Communicator> communicator, c10::Device device) {
              return CheckpointRanks{std::move(communicator), device};
            }),
-           py::arg("communicator"), py::arg("device"));
+           py::arg("communicator"), py::arg("device"))
+      .def("some_rank_has_optimizer",
+           wrap_pybind_function_no_gil([](const CheckpointRanks& ranks, bool has, bool trains) {
+             return some_rank_has_optimizer(has, trains, ranks);
+           }),
+           py::arg("has"), py::arg("trains"));
 
   using Tensors = std::map<std::string, std::vector<CheckpointTensor>>;
   module.def("save_checkpoint",
