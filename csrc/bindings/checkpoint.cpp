@@ -37,12 +37,11 @@ void init_checkpoint(py::module_& module) {
              return CheckpointRanks{std::move(communicator), device};
            }),
            py::arg("communicator"), py::arg("device"))
-      .def("together",
-           wrap_pybind_function_no_gil(
-               [](const CheckpointRanks& ranks, const std::optional<std::string>& error) {
-                 together(ranks, [&] { TORCH_CHECK_VALUE(!error, *error); });
-               }),
-           py::arg("error"), "See csrc/saving/checkpoint.h. `error`: what this rank would throw.");
+      .def("some_rank_has_optimizer",
+           wrap_pybind_function_no_gil([](const CheckpointRanks& ranks, bool has, bool trains) {
+             return some_rank_has_optimizer(has, trains, ranks);
+           }),
+           py::arg("has"), py::arg("trains"));
 
   using Tensors = std::map<std::string, std::vector<CheckpointTensor>>;
   module.def("save_checkpoint",

@@ -1,11 +1,11 @@
 #include <trireme/bindings/bindings.h>
 #include <trireme/bindings/shared_function.h>
+#include <trireme/comm/agree.h>
 #include <trireme/comm/backend/p2p.h>
 #include <trireme/comm/backend/shm_backend.h>
 #include <trireme/comm/c10d/custom_communicator.h>
 #include <trireme/comm/gather_texts.h>
 #include <trireme/comm/launch/make_communicator.h>
-#include <trireme/comm/recording_communicator.h>
 #include <trireme/comm/run_together.h>
 #include <trireme/common/exception_text.h>
 #include <trireme/common/interruption.h>
@@ -21,6 +21,7 @@
 #include <string>
 #include <unistd.h>
 #include <utility>
+#include <vector>
 
 namespace trireme {
 
@@ -148,18 +149,6 @@ void init_comm(py::module_& module) {
           },
           py::arg("allocate"), py::arg("start"));
 
-  py::class_<WireRecord>(module, "WireRecord")
-      .def_readonly("verb", &WireRecord::verb)
-      .def_readonly("label", &WireRecord::label)
-      .def_readonly("bytes", &WireRecord::bytes)
-      .def_readonly("dtypes", &WireRecord::dtypes);
-
-  py::class_<RecordingCommunicator, Communicator, std::shared_ptr<RecordingCommunicator>>(
-      module, "RecordingCommunicator")
-      .def(py::init<std::shared_ptr<Communicator>>(), py::arg("inner"))
-      .def_property_readonly("records", &RecordingCommunicator::records)
-      .def("clear", &RecordingCommunicator::clear);
-
   module.def("make_communicator", torch::wrap_pybind_function(make_communicator), py::arg("group"),
              py::arg("store"));
 
@@ -169,6 +158,28 @@ void init_comm(py::module_& module) {
                  [](const std::string& own, const std::shared_ptr<Communicator>& communicator,
                     c10::Device device) { return gather_texts(own, *communicator, device); }),
              py::arg("own"), py::arg("communicator"), py::arg("device"));
+  module.def("broadcast_text",
+             wrap_pybind_function_no_gil(
+                 [](const std::string& own, const std::shared_ptr<Communicator>& communicator,
+                    c10::Device device) { return broadcast_text(own, 0, *communicator, device); }),
+             py::arg("own"), py::arg("communicator"), py::arg("device"), "The text of rank 0.");
+  module.def(
+      "compare_texts",
+      wrap_pybind_function_no_gil(
+          [](const std::string& own, const std::shared_ptr<Communicator>& communicator, bool flag) {
+            const ComparedText text{own, "batch of a step", flag};
+            const auto found = compare_texts(text, *communicator, communicator->device());
+            return std::pair(found.are_equal, found.any_flag);
+          }),
+      py::arg("own"), py::arg("communicator"), py::arg("flag") = false);
+  module.def("as_complaint", &as_complaint, py::arg("why"));
+  module.def(
+      "first_complaint",
+      [](const std::vector<std::string>& texts) {
+        const auto found = first_complaint(texts);
+        return found ? std::optional(std::pair(found->rank, found->text)) : std::nullopt;
+      },
+      py::arg("texts"));
   module.def("first_failure", wrap_pybind_function_no_gil(&first_failure), py::arg("own"),
              py::arg("communicator"), py::arg("device"),
              "The first rank that passes an error as `own`, and what it says.");

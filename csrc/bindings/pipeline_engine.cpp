@@ -1,7 +1,6 @@
 #include <trireme/activation/checkpoint_frame.h>
 #include <trireme/bindings/bindings.h>
 #include <trireme/bindings/shared_function.h>
-#include <trireme/comm/gather_texts.h>
 #include <trireme/common/interruption.h>
 #include <trireme/strategies/pipeline/batch_versions.h>
 #include <trireme/strategies/pipeline/engine.h>
@@ -429,11 +428,6 @@ void init_pipeline_engine(py::module_& module) {
       .def("begin", &LossCollector::begin)
       .def("end", &LossCollector::end)
       .def("losses", &LossCollector::losses);
-  module.def("differing_texts",
-             wrap_pybind_function_no_gil(
-                 [](const std::string& own, const std::shared_ptr<Communicator>& communicator,
-                    bool flag) { return differing_texts(own, *communicator, flag); }),
-             py::arg("own"), py::arg("communicator"), py::arg("flag") = false);
 }
 
 }  // namespace trireme

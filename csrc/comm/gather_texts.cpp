@@ -31,25 +31,19 @@ std::vector<std::string> gather_texts(const std::string& own, Communicator& comm
   return texts;
 }
 
-std::pair<std::optional<std::vector<std::string>>, bool> differing_texts(const std::string& own,
-                                                                         Communicator& communicator,
-                                                                         bool flag) {
-  const c10::Device device = communicator.device();
+std::string broadcast_text(const std::string& own, int64_t root, Communicator& communicator,
+                           c10::Device device) {
+  const bool is_root = communicator.rank() == root;
   const auto integers = at::TensorOptions().dtype(at::kLong).device(device);
-  const auto hash = static_cast<int64_t>(std::hash<std::string>{}(own) & ~size_t{1});
-  const int64_t number = hash | (flag ? 1 : 0);
-  at::Tensor all = at::empty({communicator.world()}, integers);
-  communicator.all_gather({all}, {at::full({1}, number, integers)}, "batch of a step").wait();
-  all = all.cpu();
-  const auto* numbers = all.const_data_ptr<int64_t>();
-  bool any = false;
-  bool are_equal = true;
-  for (int64_t rank = 0; rank < communicator.world(); ++rank) {
-    any = any || (numbers[rank] & 1) != 0;
-    are_equal = are_equal && (numbers[rank] & ~int64_t{1}) == hash;
-  }
-  if (are_equal) return {std::nullopt, any};
-  return {gather_texts(own, communicator, device), any};
+  const at::Tensor length = at::full({1}, static_cast<int64_t>(own.size()), integers);
+  communicator.broadcast({length}, root, "length of a text").wait();
+  at::Tensor bytes = at::empty({length.item<int64_t>()}, at::kByte);
+  if (bytes.numel() == 0) return {};
+  if (is_root) std::memcpy(bytes.mutable_data_ptr(), own.data(), own.size());
+  bytes = bytes.to(device);
+  communicator.broadcast({bytes}, root, "text of rank " + std::to_string(root)).wait();
+  bytes = bytes.cpu();
+  return {static_cast<const char*>(bytes.const_data_ptr()), static_cast<size_t>(bytes.numel())};
 }
 
 }  // namespace trireme

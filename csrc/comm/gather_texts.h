@@ -4,9 +4,7 @@
 
 #include <c10/core/Device.h>
 
-#include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace trireme {
@@ -16,10 +14,9 @@ namespace trireme {
 TRIREME_API std::vector<std::string> gather_texts(const std::string& own,
                                                   Communicator& communicator, c10::Device device);
 
-// Returns nothing where the texts of all ranks are equal, else each rank's; and whether any rank
-// has set `flag`. Collective: one gather of a number in the first case, over the communicator's
-// device.
-TRIREME_API std::pair<std::optional<std::vector<std::string>>, bool> differing_texts(
-    const std::string& own, Communicator& communicator, bool flag);
+// Returns the text of rank `root`; the other ranks' texts count for nothing. Collective: two
+// broadcasts over `device`, one of an empty text.
+TRIREME_API std::string broadcast_text(const std::string& own, int64_t root,
+                                       Communicator& communicator, c10::Device device);
 
 }  // namespace trireme

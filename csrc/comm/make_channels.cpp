@@ -1,5 +1,6 @@
 #include <trireme/comm/make_channels.h>
 
+#include <trireme/comm/agree.h>
 #include <trireme/comm/gather_texts.h>
 #include <trireme/comm/host.h>
 #include <trireme/comm/message_channel.h>
@@ -35,23 +36,16 @@ int64_t agree(Communicator& communicator, const Requests& requests) {
   for (const ChannelRequest& request : requests) own += text_of(request) + "\n";
   int64_t number = 0;
   const auto texts = gather_texts(own, communicator, communicator.device());
-  const auto list_of = [](const std::string& text) { return text.substr(text.find('\n') + 1); };
-  for (const std::string& text : texts) number = std::max<int64_t>(number, std::stoll(text));
-  for (size_t rank = 1; rank < texts.size(); ++rank) {
-    const std::string first = list_of(texts[0]);
-    const std::string other = list_of(texts[rank]);
-    if (first == other) continue;
-    const auto differs = std::mismatch(first.begin(), first.end(), other.begin(), other.end());
-    const auto line_of = [](const std::string& text, size_t place) -> std::string {
-      const size_t begin = place == 0 ? 0 : text.rfind('\n', place - 1) + 1;
-      const std::string line = text.substr(begin, text.find('\n', begin) - begin);
-      return line.empty() ? "no further channel" : line;
-    };
-    const auto place = static_cast<size_t>(differs.first - first.begin());
+  std::vector<std::string> lists;
+  for (const std::string& text : texts) {
+    number = std::max<int64_t>(number, std::stoll(text));
+    lists.push_back(text.substr(text.find('\n') + 1));
+  }
+  if (const auto differs = first_difference(lists, "no further channel")) {
     TORCH_CHECK_VALUE(
         false, error_text(kChannelArea,
-                          "ranks ask for different channels: rank 0 for " + line_of(first, place) +
-                              ", rank " + std::to_string(rank) + " for " + line_of(other, place),
+                          "ranks ask for different channels: rank 0 for " + differs->first +
+                              ", rank " + std::to_string(differs->rank) + " for " + differs->other,
                           communicator.rank_of(), "Ask for the same channels on every rank."));
   }
   return number;

@@ -1,11 +1,12 @@
 #include <trireme/grad/plan_agreement.h>
 
+#include <trireme/comm/agree.h>
 #include <trireme/comm/gather_texts.h>
+#include <trireme/common/text_lines.h>
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <cstring>
 #include <sstream>
 #include <unordered_map>
 
@@ -33,55 +34,29 @@ std::string without_name(const std::string& description) {
   return description.substr(description.rfind('\'') + 1);
 }
 
-std::vector<std::string> split_lines(const std::string& text) {
-  std::vector<std::string> lines;
-  std::istringstream stream(text);
-  for (std::string line; std::getline(stream, line);) lines.push_back(line);
-  return lines;
-}
-
-// Returns an empty text when `mine` and rank 0's description agree.
-std::string first_difference(const std::vector<ParameterInfo>& mine, const std::string& of_rank_0) {
-  const std::vector<std::string> theirs = split_lines(of_rank_0);
+// Returns how this rank's parameters differ from those of rank 0; an empty text if they do not.
+std::string difference(const std::vector<std::string>& mine,
+                       const std::vector<std::string>& theirs) {
   const size_t common = std::min(mine.size(), theirs.size());
   for (size_t i = 0; i < common; ++i) {
-    const std::string here = describe(mine[i]);
-    if (here != theirs[i]) {
-      return "parameter " + std::to_string(i) + " is " + here + " but rank 0 has " + theirs[i];
-    }
+    if (mine[i] != theirs[i])
+      return "parameter " + std::to_string(i) + " is " + mine[i] + " but rank 0 has " + theirs[i];
   }
   if (mine.size() == theirs.size()) return {};
   const bool more_here = mine.size() > theirs.size();
   return std::to_string(mine.size()) + " parameters but rank 0 has " +
          std::to_string(theirs.size()) + ", the first " +
-         (more_here ? "one too many is " + describe(mine[common])
-                    : "one missing is " + theirs[common]);
+         (more_here ? "one too many is " + mine[common] : "one missing is " + theirs[common]);
 }
 
-at::Tensor bytes_tensor(const std::string& text, c10::Device device) {
-  at::Tensor tensor = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
-  std::memcpy(tensor.mutable_data_ptr(), text.data(), text.size());
-  return tensor.to(device);
-}
-
-std::string text_of(const at::Tensor& bytes) {
-  const at::Tensor host = bytes.to(at::kCPU).contiguous();
-  return {static_cast<const char*>(host.const_data_ptr()), static_cast<size_t>(host.numel())};
-}
-
-std::string broadcast_text(Communicator& communicator, c10::Device device,
-                           const std::string& text) {
-  const auto long_options = at::TensorOptions().dtype(at::kLong);
-  const at::Tensor length =
-      at::full({1}, static_cast<int64_t>(text.size()), long_options).to(device);
-  communicator.broadcast({length}, 0, "parameter description length").wait();
-  const int64_t length_here = length.item<int64_t>();
-  const at::Tensor bytes =
-      communicator.rank() == 0
-          ? bytes_tensor(text, device)
-          : at::empty({length_here}, at::TensorOptions().dtype(at::kByte).device(device));
-  communicator.broadcast({bytes}, 0, "parameter descriptions of rank 0").wait();
-  return text_of(bytes);
+// Returns what each rank has to say, if anything.
+std::string by_rank(const std::vector<std::string>& texts) {
+  std::string all;
+  for (size_t rank = 0; rank < texts.size(); ++rank) {
+    if (texts[rank].empty()) continue;
+    all += (all.empty() ? "" : "; ") + ("on rank " + std::to_string(rank) + ": ") + texts[rank];
+  }
+  return all;
 }
 
 // Describes everything that must be alike when ranks change what they train.
@@ -138,21 +113,14 @@ std::string describe_change(const ParameterChange& change) {
 
 void check_same_change(Communicator& communicator, c10::Device device,
                        const ParameterChange& change, const std::string& area) {
-  const std::vector<std::string> all = gather_texts(describe_fully(change), communicator, device);
-  const bool is_same = std::all_of(all.begin(), all.end(),
-                                   [&](const std::string& one) { return one == all.front(); });
-  if (is_same) return;
-  const std::vector<std::string> changes =
-      gather_texts(describe_change(change), communicator, device);
-  std::string text;
-  for (size_t rank = 0; rank < changes.size(); ++rank) {
-    text += (rank == 0 ? "" : "; ") + ("on rank " + std::to_string(rank) + ": ") + changes[rank];
-  }
+  const ComparedText own{describe_fully(change), "changed parameters"};
+  if (compare_texts(own, communicator, device).are_equal) return;
+  const std::string changes = by_rank(gather_texts(describe_change(change), communicator, device));
   TORCH_CHECK_VALUE(
       false, error_text(area,
                         "got other parameters than were planned, expected the same change on all "
                         "ranks: " +
-                            text,
+                            changes,
                         communicator.rank_of(), "Change the module on every rank alike."));
 }
 
@@ -160,20 +128,15 @@ std::string difference_between_ranks(Communicator& communicator, c10::Device dev
                                      const std::vector<ParameterInfo>& parameters,
                                      const std::string& area) {
   if (communicator.world() == 1) return {};
-  std::string description;
-  for (const ParameterInfo& info : parameters) description += describe(info) + '\n';
-  const std::string difference =
-      first_difference(parameters, broadcast_text(communicator, device, description));
-  const std::vector<std::string> differences = gather_texts(difference, communicator, device);
-  std::string text;
-  for (size_t rank = 0; rank < differences.size(); ++rank) {
-    if (differences[rank].empty()) continue;
-    text +=
-        (text.empty() ? "" : "; ") + ("on rank " + std::to_string(rank) + ": ") + differences[rank];
-  }
-  if (text.empty()) return {};
-  return error_text(area, "got different parameters on different ranks, expected the same: " + text,
-                    communicator.rank_of(), "Build the same model on every rank.");
+  ComparedText own{{}, "parameter descriptions"};
+  for (const ParameterInfo& info : parameters) own.text += describe(info) + '\n';
+  if (compare_texts(own, communicator, device).are_equal) return {};
+  const std::string of_rank_0 = broadcast_text(own.text, 0, communicator, device);
+  const std::string differences = by_rank(
+      gather_texts(difference(lines_of(own.text), lines_of(of_rank_0)), communicator, device));
+  return error_text(
+      area, "got different parameters on different ranks, expected the same: " + differences,
+      communicator.rank_of(), "Build the same model on every rank.");
 }
 
 AgreedStates agree_on_states(Communicator& communicator, c10::Device device,

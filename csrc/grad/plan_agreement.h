@@ -12,8 +12,8 @@ namespace trireme {
 
 // Returns an empty text if all ranks describe the same parameters in the same order; else, on every
 // rank, the message of the same error, which names the first difference of each rank that differs
-// from rank 0. Collective; 3 small collectives (4 if ranks differ). `device` is where the group
-// moves tensors.
+// from rank 0. Collective; one gather of a number, and four more if ranks differ. `device` is where
+// the group moves tensors.
 TRIREME_API std::string difference_between_ranks(Communicator& communicator, c10::Device device,
                                                  const std::vector<ParameterInfo>& parameters,
                                                  const std::string& area);
@@ -56,8 +56,8 @@ struct ParameterChange {
 TRIREME_API std::string describe_change(const ParameterChange& change);
 
 // Throws the same ValueError on every rank, which says what each of them changed, unless all ranks
-// have come by the same parameters, from the same earlier ones. Collective; two small gathers, four
-// if it throws.
+// have come by the same parameters, from the same earlier ones. Collective; one gather of a
+// number, five if it throws.
 TRIREME_API void check_same_change(Communicator& communicator, c10::Device device,
                                    const ParameterChange& change, const std::string& area);
 

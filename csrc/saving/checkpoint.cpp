@@ -6,6 +6,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <exception>
 #include <set>
 #include <utility>
@@ -123,6 +124,24 @@ std::string describe(at::ScalarType dtype, at::IntArrayRef sizes) {
 std::vector<std::string> gather_texts(const std::string& own, const CheckpointRanks& ranks) {
   if (!ranks.communicator) return {own};
   return gather_texts(own, *ranks.communicator, ranks.device);
+}
+
+bool some_rank_has_optimizer(bool has, bool trains, const CheckpointRanks& ranks) {
+  constexpr const char *kHas = "an optimizer", *kLacks = "none";
+  const std::vector<std::string> said = gather_texts(has ? kHas : trains ? kLacks : "", ranks);
+  const auto rank_with = [&](const char* text) {
+    return std::find(said.begin(), said.end(), text) - said.begin();
+  };
+  const auto world = static_cast<std::ptrdiff_t>(said.size());
+  const auto with = rank_with(kHas), without = rank_with(kLacks);
+  if (with == world) return false;
+  TORCH_CHECK_VALUE(
+      without == world,
+      error_text("saving",
+                 c10::str("got an optimizer on rank ", with, ", and none on rank ", without,
+                          ", whose stages have parameters to train"),
+                 ranks.where(), "Pass each rank's optimizer, or leave it out on all ranks."));
+  return true;
 }
 
 void together(const CheckpointRanks& ranks, const std::function<void()>& work) {

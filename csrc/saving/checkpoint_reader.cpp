@@ -1,5 +1,6 @@
 #include <trireme/saving/checkpoint_reader.h>
 
+#include <trireme/comm/agree.h>
 #include <trireme/common/error.h>
 
 #include <ATen/ATen.h>
@@ -156,12 +157,10 @@ void CheckpointReader::take_file(Kind& opened, const CheckpointIndex& index, Saf
 void CheckpointReader::compare_saves() const {
   std::string own;
   for (const auto& [kind, opened] : kinds_) own += kind + " " + opened.save + " ";
-  const std::vector<std::string> all = gather_texts(own, ranks_);
-  for (size_t rank = 0; rank < all.size(); ++rank)
-    if (all[rank] != all.front())
-      refuse("another checkpoint on rank " + std::to_string(rank) + " than on rank 0 in '" +
-                 folder_ + "'",
-             "Load from a disk that every rank sees.");
+  if (const auto differs = first_difference(gather_texts(own, ranks_)))
+    refuse("another checkpoint on rank " + std::to_string(differs->rank) + " than on rank 0 in '" +
+               folder_ + "'",
+           "Load from a disk that every rank sees.");
 }
 
 const std::map<std::string, CheckpointTensor>& CheckpointReader::tensors(

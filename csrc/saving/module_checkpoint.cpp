@@ -118,31 +118,14 @@ CheckpointRanks ranks_of(std::shared_ptr<Communicator> communicator,
   return {std::move(communicator), device};
 }
 
-// Returns whether a rank was given an optimizer; ranks of a pipeline ask each other. Throws
-// ValueError on all ranks if one has an optimizer and another one, with parameters to train, none.
+// Returns whether a rank was given an optimizer; ranks of a pipeline ask each other.
 bool some_rank_has(const torch::optim::Optimizer* optimizer, const torch::nn::Module& module,
                    const CheckpointRanks& ranks) {
   if (dynamic_cast<const HoldsStages*>(&module) == nullptr) return optimizer != nullptr;
-  std::string own = "an optimizer";
-  if (optimizer == nullptr) {
-    own.clear();
-    for (const at::Tensor& parameter : module.parameters())
-      if (parameter.requires_grad()) own = "none";
-  }
-  const std::vector<std::string> said = gather_texts(own, ranks);
-  const auto rank_with = [&](const char* text) {
-    return std::find(said.begin(), said.end(), text) - said.begin();
-  };
-  const auto world = static_cast<std::ptrdiff_t>(said.size());
-  const auto has = rank_with("an optimizer"), lacks = rank_with("none");
-  if (has == world) return false;
-  TORCH_CHECK_VALUE(
-      lacks == world,
-      error_text("saving",
-                 c10::str("got an optimizer on rank ", has, ", and none on rank ", lacks,
-                          ", whose stages have parameters to train"),
-                 ranks.where(), "Pass each rank's optimizer, or leave it out on all ranks."));
-  return true;
+  const std::vector<at::Tensor> parameters = module.parameters();
+  const bool trains = std::any_of(parameters.begin(), parameters.end(),
+                                  [](const at::Tensor& one) { return one.requires_grad(); });
+  return some_rank_has_optimizer(optimizer != nullptr, trains, ranks);
 }
 
 // Adds the names of all ranks' parameters to `names`, by group. Collective.

@@ -46,14 +46,11 @@ class HostsCommunicator final : public ShmVerbs {
                    rank_of(), "Ask for at least one."));
     const shm::HostGroup& group = backend()->host_group();
     HostMemory host{.where = {group.rank(), group.world()}};
-    backend()->run_between_hosts(
-        "trireme:share_memory", [&](MultiHostCollectives& hosts, shm::CallOptions call) {
-          call.label = label;
-          shm::SharedSegment shared = hosts.share_segment(bytes, call);
-          host.memory.why_not = std::move(shared.why_not);
-          if (shared.segment)
-            host.memory.segment = std::make_shared<const shm::Segment>(std::move(shared.segment));
-        });
+    backend()->run_between_hosts("trireme:share_memory",
+                                 [&](MultiHostCollectives& hosts, shm::CallOptions call) {
+                                   call.label = label;
+                                   host.memory = memory_of(hosts.share_segment(bytes, call));
+                                 });
     return host;
   }
 

@@ -55,14 +55,11 @@ class ShmCommunicator final : public ShmVerbs {
                                             "share_memory got " + std::to_string(bytes) + " bytes",
                                             rank_of(), "Ask for at least one."));
     SharedMemory memory;
-    backend()->run_in_order(
-        "trireme:share_memory", [&](shm::Collectives& collectives, shm::CallOptions call) {
-          call.label = label;
-          shm::SharedSegment shared = collectives.share_segment(bytes, call);
-          memory.why_not = std::move(shared.why_not);
-          if (shared.segment)
-            memory.segment = std::make_shared<const shm::Segment>(std::move(shared.segment));
-        });
+    backend()->run_in_order("trireme:share_memory",
+                            [&](shm::Collectives& collectives, shm::CallOptions call) {
+                              call.label = label;
+                              memory = memory_of(collectives.share_segment(bytes, call));
+                            });
     return memory;
   }
 

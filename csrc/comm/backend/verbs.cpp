@@ -3,6 +3,7 @@
 #include <trireme/comm/messages.h>
 #include <trireme/comm/reduce_op.h>
 #include <trireme/common/exception_text.h>
+#include <trireme/shm/host_group.h>
 
 #include <algorithm>
 #include <map>
@@ -192,6 +193,11 @@ std::shared_ptr<Communicator> ShmVerbs::split(const std::vector<int>& ranks,
 Pending ShmVerbs::issue(std::string label, const std::function<Works()>& submit) {
   const ShmBackend::ScopedLabel scope(std::move(label));
   return Pending(std::make_unique<ShmState>(submit()));
+}
+
+SharedMemory ShmVerbs::memory_of(shm::SharedSegment shared) {
+  if (!shared.segment) return {nullptr, std::move(shared.why_not)};
+  return {std::make_shared<const shm::Segment>(std::move(shared.segment)), {}};
 }
 
 Communicator& ShmVerbs::others() {

@@ -42,6 +42,7 @@ class ShmVerbs : public Communicator, public Host {
 
   // Returns the works of `submit`, which runs under that label.
   static Pending issue(std::string label, const std::function<Works()>& submit);
+  static SharedMemory memory_of(shm::SharedSegment shared);
   const c10::intrusive_ptr<ShmBackend>& backend() const { return backend_; }
   // Returns the communicator for other devices, and notes that it is used.
   Communicator& others();

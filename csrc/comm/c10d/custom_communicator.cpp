@@ -35,21 +35,7 @@ class CustomCommunicator::Flat final : public Pending::State {
 };
 
 CustomCommunicator::CustomCommunicator(std::shared_ptr<Communicator> inner)
-    : inner_(std::move(inner)), health_(health_of(*inner_)) {}
-
-Pending CustomCommunicator::all_reduce(std::vector<at::Tensor> tensors, ReduceOp op,
-                                       std::string label) {
-  return inner_->all_reduce(std::move(tensors), op, std::move(label));
-}
-
-Pending CustomCommunicator::broadcast(std::vector<at::Tensor> tensors, int64_t root,
-                                      std::string label) {
-  return inner_->broadcast(std::move(tensors), root, std::move(label));
-}
-
-void CustomCommunicator::announce_failure(const std::string& reason) noexcept {
-  inner_->announce_failure(reason);
-}
+    : ForwardingCommunicator(std::move(inner)), health_(health_of(*this->inner())) {}
 
 std::string CustomCommunicator::begin(const char* verb, const std::string& label) {
   std::string operation = std::string("custom ") + verb + " of " + label;
@@ -76,7 +62,8 @@ at::Tensor CustomCommunicator::allocate(const CustomCollective& collective, int6
 Pending CustomCommunicator::all_gather(std::vector<at::Tensor> outputs,
                                        std::vector<at::Tensor> inputs, std::string label) {
   if (!all_gather_ || inputs.empty())
-    return inner_->all_gather(std::move(outputs), std::move(inputs), std::move(label));
+    return ForwardingCommunicator::all_gather(std::move(outputs), std::move(inputs),
+                                              std::move(label));
   std::string operation = begin("all_gather", label);
   const at::NoGradGuard no_grad;
   at::ScalarType dtype = inputs.front().scalar_type();
@@ -117,7 +104,8 @@ Pending CustomCommunicator::reduce_scatter(std::vector<at::Tensor> outputs,
                                            std::vector<at::Tensor> inputs, ReduceOp op,
                                            std::string label) {
   if (!reduce_scatter_ || inputs.size() != 1 || op != ReduceOp::kSum)
-    return inner_->reduce_scatter(std::move(outputs), std::move(inputs), op, std::move(label));
+    return ForwardingCommunicator::reduce_scatter(std::move(outputs), std::move(inputs), op,
+                                                  std::move(label));
   std::string operation = begin("reduce_scatter", label);
   const at::NoGradGuard no_grad;
   const at::Tensor& input = inputs.front();

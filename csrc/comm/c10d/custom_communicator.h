@@ -1,7 +1,7 @@
 #pragma once
 
 #include <trireme/comm/c10d/c10d_wait.h>
-#include <trireme/comm/communicator.h>
+#include <trireme/comm/forwarding_communicator.h>
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -33,7 +33,7 @@ struct CustomCollective {
 //
 // Throws ValueError for memory that does not fit; the errors of the user's functions; for a Work
 // that fails, the errors of a verb.
-class TRIREME_API CustomCommunicator final : public Communicator {
+class TRIREME_API CustomCommunicator final : public ForwardingCommunicator {
  public:
   explicit CustomCommunicator(std::shared_ptr<Communicator> inner);
 
@@ -44,29 +44,11 @@ class TRIREME_API CustomCommunicator final : public Communicator {
   // Returns whether a reduce_scatter of CPU tensors may return only when all ranks have come: the
   // user's last one did, or there was none yet.
   bool scatter_waits() const override { return reduce_scatter_ && scatter_waits_; }
-  const std::shared_ptr<Communicator>& inner() const { return inner_; }
 
-  RankOf rank_of() const override { return inner_->rank_of(); }
-  Pending all_reduce(std::vector<at::Tensor> tensors, ReduceOp op, std::string label) override;
-  Pending broadcast(std::vector<at::Tensor> tensors, int64_t root, std::string label) override;
   Pending all_gather(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
                      std::string label) override;
   Pending reduce_scatter(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
                          ReduceOp op, std::string label) override;
-  Pending send(std::vector<at::Tensor> tensors, int64_t to, std::string label) override {
-    return inner_->send(std::move(tensors), to, std::move(label));
-  }
-  Pending recv(std::vector<at::Tensor> tensors, int64_t from, std::string label) override {
-    return inner_->recv(std::move(tensors), from, std::move(label));
-  }
-  Pending barrier(std::string label) override { return inner_->barrier(std::move(label)); }
-  void announce_failure(const std::string& reason) noexcept override;
-  void recover() override { inner_->recover(); }
-  std::optional<std::string> failure() const override { return inner_->failure(); }
-  void show_step(int64_t number, bool is_done) noexcept override {
-    inner_->show_step(number, is_done);
-  }
-  c10::Device device() const override { return inner_->device(); }
   std::shared_ptr<GroupHealth> health() const override { return health_; }
 
  private:
@@ -75,7 +57,6 @@ class TRIREME_API CustomCommunicator final : public Communicator {
   at::Tensor allocate(const CustomCollective& collective, int64_t numel, const at::Tensor& like,
                       at::ScalarType dtype) const;
 
-  std::shared_ptr<Communicator> inner_;
   std::shared_ptr<GroupHealth> health_;
   CustomCollective all_gather_;
   CustomCollective reduce_scatter_;

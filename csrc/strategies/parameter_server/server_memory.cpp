@@ -1,5 +1,6 @@
 #include <trireme/strategies/parameter_server/server_memory.h>
 
+#include <trireme/comm/agree.h>
 #include <trireme/comm/gather_texts.h>
 #include <trireme/comm/host.h>
 #include <trireme/common/text_lines.h>
@@ -21,9 +22,6 @@
 namespace trireme::ps {
 namespace {
 
-// The first character of the text of a rank that cannot get the memory.
-constexpr char kWhyNot = '!';
-
 RowPlan plan_rows(const TableSpec& table, const ServerPlan& plan) {
   RowPlanRequest request;
   request.dim = table.rows->dim;
@@ -38,14 +36,13 @@ RowPlan plan_rows(const TableSpec& table, const ServerPlan& plan) {
 }
 
 void check(const std::vector<std::string>& texts, RankOf where) {
-  for (size_t rank = 0; rank < texts.size(); ++rank) {
-    if (texts[rank].empty() || texts[rank].front() != kWhyNot) continue;
-    C10_THROW_ERROR(
-        DistBackendError,
-        error_text(kPsArea,
-                   c10::str("got no memory for ", texts[rank].substr(1), ", says rank ", rank),
-                   where, "Make tables smaller, give rows=, or free memory."));
-  }
+  const auto complaint = first_complaint(texts);
+  if (!complaint) return;
+  C10_THROW_ERROR(
+      DistBackendError,
+      error_text(kPsArea,
+                 c10::str("got no memory for ", complaint->text, ", says rank ", complaint->rank),
+                 where, "Make tables smaller, give rows=, or free memory."));
 }
 
 std::vector<TableLayout> layouts_of(const std::vector<TableSpec>& tables) {
@@ -190,9 +187,6 @@ std::shared_ptr<const ServerMemory> ServerMemory::share(ServerPlan plan,
                                                         const std::vector<int64_t>& workers,
                                                         Communicator& communicator) {
   const RankOf where = communicator.rank_of();
-  const auto complaint = [](const std::string& why_not) {
-    return why_not.empty() ? std::string() : kWhyNot + why_not;
-  };
   const auto gather = [&](const std::string& own) {
     std::vector<std::string> texts = gather_texts(own, communicator, communicator.device());
     check(texts, where);
@@ -205,7 +199,7 @@ std::shared_ptr<const ServerMemory> ServerMemory::share(ServerPlan plan,
   std::shared_ptr<ServerMemory> memory(new ServerMemory(std::move(plan)));
   std::string own;
   if (is_first) {
-    own = complaint(
+    own = as_complaint(
         memory->make_all(group == nullptr ? shm::SegmentKind::kAnonymous : group->segment_kind()));
     if (own.empty()) {
       std::vector<std::string> addresses;
@@ -220,7 +214,7 @@ std::shared_ptr<const ServerMemory> ServerMemory::share(ServerPlan plan,
     if (why_not.empty()) why_not = memory->try_reserve_worker(worker);
   if (why_not.empty())
     why_not = memory->reserve_part(part, group == nullptr ? 1 : group->world(), is_first);
-  gather(complaint(why_not));
+  gather(as_complaint(why_not));
   for (const Shared& shared : memory->segments_) shared.segment->unlink_name();
   return memory;
 }

@@ -1,6 +1,6 @@
 #include <trireme/strategies/pipeline/micro_batches.h>
 
-#include <trireme/comm/gather_texts.h>
+#include <trireme/comm/agree.h>
 #include <trireme/common/error.h>
 
 #include <ATen/ATen.h>
@@ -28,33 +28,36 @@ std::string complaint(const at::Tensor& input, const BatchRequest& batch) {
   return "";
 }
 
-// Returns what is wrong with a batch of this rank, behind a mark, or how many rows it has.
+// Returns how many rows a batch of this rank has, or a complaint.
 std::string describe(const BatchRequest& batch) {
-  if (batch.inputs.empty()) return "!" + complaint({}, batch);
+  if (batch.inputs.empty()) return as_complaint(complaint({}, batch));
   std::string rows;
   for (const at::Tensor& input : batch.inputs) {
     const std::string wrong = complaint(input, batch);
-    if (!wrong.empty()) return "!" + wrong;
+    if (!wrong.empty()) return as_complaint(wrong);
     rows += (rows.empty() ? "" : ", ") + std::to_string(input.size(batch.dim));
   }
   return rows + (batch.target.defined() ? " rows" : " rows without targets");
 }
 
+void agree_on_rows(const std::string& own, Communicator& communicator) {
+  const std::vector<std::string> texts =
+      distinct_texts({own, "batch of a step"}, communicator, communicator.device());
+  const auto refuse = [&](size_t rank, const std::string& got) {
+    const RankOf where{static_cast<int64_t>(rank), communicator.world()};
+    TORCH_CHECK_VALUE(false,
+                      error_text("pipeline", got, where, "Give every rank the whole batch."));
+  };
+  if (const auto wrong = first_complaint(texts)) refuse(wrong->rank, "got " + wrong->text);
+  if (const auto differs = first_difference(texts))
+    refuse(differs->rank,
+           "got a batch of " + differs->other + ", expected " + differs->first + " as on rank 0");
+}
+
 }  // namespace
 
 MicroBatches cut_batch(const BatchRequest& batch, Communicator& communicator) {
-  const auto texts = gather_texts(describe(batch), communicator, communicator.device());
-  for (size_t rank = 0; rank < texts.size(); ++rank) {
-    const RankOf where{static_cast<int64_t>(rank), communicator.world()};
-    TORCH_CHECK_VALUE(texts[rank].front() != '!',
-                      error_text("pipeline", "got " + texts[rank].substr(1), where,
-                                 "Give every rank the whole batch."));
-    TORCH_CHECK_VALUE(
-        texts[rank] == texts[0],
-        error_text("pipeline",
-                   "got a batch of " + texts[rank] + ", expected " + texts[0] + " as on rank 0",
-                   where, "Give every rank the whole batch."));
-  }
+  agree_on_rows(describe(batch), communicator);
   MicroBatches cut;
   cut.versions = std::make_shared<BatchVersions>();
   const auto pieces_of = [&](const at::Tensor& tensor) {

@@ -35,7 +35,7 @@ struct MicroBatches {
 };
 
 // Cuts a batch into `chunks` pieces as even as can be, the first ones larger. Collective: ranks
-// compare how many rows they have, in two small gathers. Throws ValueError, on all ranks alike,
+// compare how many rows they have, in a gather of a number. Throws ValueError, on all ranks alike,
 // where they differ, and for fewer rows than pieces.
 TRIREME_API MicroBatches cut_batch(const BatchRequest& batch, Communicator& communicator);
 

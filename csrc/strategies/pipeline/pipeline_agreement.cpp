@@ -1,11 +1,10 @@
 #include <trireme/strategies/pipeline/pipeline_agreement.h>
 
+#include <trireme/comm/agree.h>
 #include <trireme/comm/gather_texts.h>
-#include <trireme/common/text_lines.h>
 #include <trireme/strategies/pipeline/refuse.h>
 #include <trireme/strategies/pipeline/schedule_text.h>
 
-#include <algorithm>
 #include <functional>
 #include <string>
 
@@ -57,22 +56,11 @@ std::string describe(const PipelineStageRequest& stage) {
 
 // Returns the first difference between the texts of the ranks, or replicas; or nothing.
 std::string difference(const std::vector<std::string>& texts, const std::string& who) {
-  for (size_t i = 0; i < texts.size(); ++i) {
-    if (!texts[i].empty() && texts[i].front() == '!')
-      return c10::str(texts[i].substr(1), " (", who, " ", i, " of ", texts.size(), ")");
-  }
-  const std::vector<std::string> first = lines_of(texts[0]);
-  for (size_t i = 1; i < texts.size(); ++i) {
-    if (texts[i] == texts[0]) continue;
-    const std::vector<std::string> other = lines_of(texts[i]);
-    size_t line = 0;
-    while (line < std::min(first.size(), other.size()) && first[line] == other[line]) ++line;
-    const auto text_of = [&](const auto& lines) {
-      return line < lines.size() ? lines[line] : std::string("nothing more");
-    };
-    return text_of(first) + " on " + who + " 0, and " + text_of(other) + " on " + who + " " +
-           std::to_string(i);
-  }
+  if (const auto complaint = first_complaint(texts))
+    return c10::str(complaint->text, " (", who, " ", complaint->rank, " of ", texts.size(), ")");
+  if (const auto differs = first_difference(texts))
+    return c10::str(differs->first, " on ", who, " 0, and ", differs->other, " on ", who, " ",
+                    differs->rank);
   return {};
 }
 
@@ -82,11 +70,11 @@ void agree_on_pipeline(const PipelineSchedule& schedule,
                        const std::vector<PipelineStageRequest>& stages,
                        const PipelineEngineOptions& options, Communicator& communicator) {
   std::string own = complaint(schedule, stages, communicator.rank_of());
-  own = own.empty() ? describe(schedule, options) : "!" + own;
+  own = own.empty() ? describe(schedule, options) : as_complaint(own);
   std::string got = difference(gather_texts(own, communicator, communicator.device()), "rank");
   if (options.replicas) {
     for (const PipelineStageRequest& stage : stages) own += describe(stage);
-    if (!got.empty()) own = "!" + got;
+    if (!got.empty()) own = as_complaint(got);
     Communicator& replicas = *options.replicas;
     const std::string of_stages =
         difference(gather_texts(own, replicas, replicas.device()), "replica");

@@ -1,5 +1,6 @@
 #include <trireme/strategies/sync_batch_norm/sync_batch_norm.h>
 
+#include <trireme/comm/agree.h>
 #include <trireme/common/trace.h>
 #include <trireme/strategies/sync_batch_norm/channel_stats.h>
 
@@ -211,26 +212,16 @@ at::Tensor BatchNormSync::forward(const BatchNormRequest& request) {
 
 void BatchNormSync::agree_on(const Layout& layout, c10::Device device) {
   if (layout == agreed_) return;
-  const auto describe = [](int64_t channels, int64_t dtype) {
-    return std::to_string(channels) + " channels with statistics in " +
-           c10::toString(static_cast<at::ScalarType>(dtype));
-  };
-  const int64_t world = communicator_->world();
-  const at::Tensor own =
-      at::tensor({layout.channels, static_cast<int64_t>(layout.dtype)}, at::kLong).to(device);
-  const at::Tensor all = at::empty({world, 2}, own.options());
-  communicator_->all_gather({all}, {own}, "layouts of a batch norm").wait();
-  const at::Tensor host = all.to(at::kCPU);
-  const auto layouts = host.accessor<int64_t, 2>();
-  for (int64_t rank = 1; rank < world; ++rank) {
-    TORCH_CHECK_VALUE(
-        layouts[rank][0] == layouts[0][0] && layouts[rank][1] == layouts[0][1],
-        error_text(kArea,
-                   "got " + describe(layouts[0][0], layouts[0][1]) + " on rank 0 but " +
-                       describe(layouts[rank][0], layouts[rank][1]) + " on rank " +
-                       std::to_string(rank) + ", expected the same",
-                   communicator_->rank_of(), "Build and cast the model alike on every rank."));
-  }
+  const std::string own = std::to_string(layout.channels) + " channels with statistics in " +
+                          c10::toString(layout.dtype);
+  const auto differs =
+      first_difference(distinct_texts({own, "layouts of a batch norm"}, *communicator_, device));
+  TORCH_CHECK_VALUE(
+      !differs,
+      error_text(kArea,
+                 "got " + differs->first + " on rank 0 but " + differs->other + " on rank " +
+                     std::to_string(differs->rank) + ", expected the same",
+                 communicator_->rank_of(), "Build and cast the model alike on every rank."));
   agreed_ = layout;
 }
 

@@ -119,8 +119,8 @@ def _costs_on_rank_0(
         except Exception as raised:
             error = raised
     agree(communicator, {}, error, "layers")
-    texts = _C.gather_texts(costs, communicator, torch.device("cpu"))
-    return [float.fromhex(part) for part in texts[0].split()]
+    text = _C.broadcast_text(costs, communicator, torch.device("cpu"))
+    return [float.fromhex(part) for part in text.split()]
 
 
 def modules_of(

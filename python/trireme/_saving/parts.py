@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trireme._C import CheckpointRanks, CheckpointTensor, chunk_rows, gather_texts
-from trireme._core.errors import Area
+from trireme._core.agreement import as_bytes, raised_on_all
+from trireme._core.errors import Area, text_of
 from trireme._core.group_communicator import communicator_of, device_of_numbers
 from trireme._core.meshes import is_cut, ranks_of
 from trireme._core.owners import (
@@ -41,8 +42,7 @@ class Ranks:
         """Returns what every rank says, by rank. Collective."""
         if self._communicator is None:
             return [text]
-        given = text.encode(errors="backslashreplace")
-        return gather_texts(given, self._communicator, self._device)
+        return gather_texts(as_bytes(text), self._communicator, self._device)
 
     def refuse(self, got: str, next_step: str, kind: type[Exception] = ValueError) -> NoReturn:
         """Raises ``kind`` in the form of all messages."""
@@ -52,18 +52,16 @@ class Ranks:
     def together(self) -> Iterator[None]:
         """An exception inside is raised on all ranks: elsewhere as one that names it. Collective
         at the end."""
-        error: Exception | None = None
-        try:
+        if self._communicator is None:
             yield
-        except Exception as raised:
-            error = raised
-        try:
-            self.core.together(None if error is None else str(error))
-        except ValueError:
-            if error is None:
-                raise
-        if error is not None:
-            raise error
+            return
+
+        def refuse(rank: int, said: str) -> None:
+            got = f"rank {rank} could not go on: {said}"
+            self.refuse(got, "Mend what it says, and call this again on all ranks.")
+
+        with raised_on_all(self._communicator, self._device, refuse, text_of):
+            yield
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,6 @@ from trireme._core.owners import group_of_stages
 from trireme._saving.optimizer import OptimizerParts
 from trireme._saving.parts import Ranks, plain_model
 
-_AN, _NONE = "an optimizer", "none"
-
 
 def some_rank_has(optimizer: Optimizer | None, model: nn.Module, ranks: Ranks) -> bool:
     """Whether a rank was given an optimizer. Those of a pipeline ask each other, since one whose
@@ -25,17 +23,8 @@ def some_rank_has(optimizer: Optimizer | None, model: nn.Module, ranks: Ranks) -
     plain = plain_model(model)
     if group_of_stages(plain) is None:
         return optimizer is not None
-    own = _NONE if any(parameter.requires_grad for parameter in plain.parameters()) else ""
-    said = ranks.say_to_all(own if optimizer is None else _AN)
-    if _AN not in said:
-        return False
-    if _NONE in said:
-        got = (
-            f"got an optimizer on rank {said.index(_AN)}, and none on rank {said.index(_NONE)}, "
-            "whose stages have parameters to train"
-        )
-        ranks.refuse(got, "Pass each rank's optimizer, or leave it out on all ranks.")
-    return True
+    trains = any(parameter.requires_grad for parameter in plain.parameters())
+    return ranks.core.some_rank_has_optimizer(optimizer is not None, trains)
 
 
 def names_of_all(parts: OptimizerParts | None, model: nn.Module, ranks: Ranks) -> list[set[str]]:

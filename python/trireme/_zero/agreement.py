@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from trireme._C import first_failure, gather_texts
+from trireme._C import broadcast_text
+from trireme._core.agreement import raised_on_all
 from trireme._core.group_communicator import communicator_of
 from trireme._zero import refuse
 
@@ -21,25 +22,16 @@ def together(what: str, device: torch.device, group: dist.ProcessGroup) -> Itera
     ``what`` is what that rank could not use, ``device`` where the group moves tensors. Collective
     at the end.
     """
-    error, text = None, None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-        text = f"{type(error).__name__}: {error}".encode(errors="backslashreplace")
-    failed = first_failure(text, communicator_of(group), device)
-    if error is not None:
-        try:
-            raise error
-        finally:
-            del error  # it holds this frame, and with it what its frames hold
-    if failed is not None:
-        rank, said = failed
+
+    def refuse_here(rank: int, said: str) -> None:
         refuse(
             f"got {what} that rank {rank} cannot use: {said}",
             "Pass what every rank can use for its part of the parameters.",
             group,
         )
+
+    with raised_on_all(communicator_of(group), device, refuse_here):
+        yield
 
 
 def agree_on_names(
@@ -50,7 +42,7 @@ def agree_on_names(
     caller gave are compared later, and so are those of models that differ. Collective.
     """
     own = json.dumps(None if were_given else list(names.values()))
-    told = json.loads(gather_texts(own, communicator_of(group), device)[0])
+    told = json.loads(broadcast_text(own, communicator_of(group), device))
     if were_given or told is None or len(told) != len(names):
         return names
     return dict(zip(names, told, strict=True))

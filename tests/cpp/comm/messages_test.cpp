@@ -1,18 +1,19 @@
 // Messages between two ranks, over Gloo and over shared memory.
 
-#include <trireme/comm/recording_communicator.h>
-
 #include <ATen/ATen.h>
 
 #include <catch_torch.h>
+#include <recording_communicator.h>
 #include <thread_ranks.h>
 #include <vector>
 
 namespace trireme::messages_test {
 
 using trireme::test::Engine;
+using trireme::test::RecordingCommunicator;
 using trireme::test::run_thread_ranks;
 using trireme::test::ThreadRank;
+using trireme::test::WireRecord;
 
 namespace {
 

@@ -3,11 +3,12 @@
 
 #include <trireme/grad/arrival_order.h>
 
-#include <trireme/comm/recording_communicator.h>
-
 #include <catch_torch.h>
+#include <recording_communicator.h>
 
 namespace trireme::arrival_order_test {
+
+using trireme::test::RecordingCommunicator;
 
 namespace {
 

@@ -4,15 +4,18 @@
 
 #include <trireme/grad/grad_reducer.h>
 
-#include <trireme/comm/recording_communicator.h>
 #include <trireme/strategies/ddp/whole_delivery.h>
 
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <catch_torch.h>
+#include <recording_communicator.h>
 
 namespace trireme::grad_reducer_test {
+
+using trireme::test::RecordingCommunicator;
+using trireme::test::WireRecord;
 
 namespace {
 

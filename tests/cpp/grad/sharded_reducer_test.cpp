@@ -2,13 +2,13 @@
 // runs, and the peer holds the same gradients, so the average is this rank's own; ranks that share
 // memory run as threads.
 
-#include <trireme/comm/recording_communicator.h>
 #include <trireme/grad/grad_reducer.h>
 #include <trireme/strategies/zero/shard_delivery.h>
 
 #include <torch/csrc/autograd/autograd.h>
 
 #include <catch_torch.h>
+#include <recording_communicator.h>
 #include <sys/mman.h>
 #include <thread_ranks.h>
 #include <unistd.h>
@@ -17,8 +17,10 @@
 namespace trireme::sharded_reducer_test {
 
 using trireme::test::Engine;
+using trireme::test::RecordingCommunicator;
 using trireme::test::run_thread_ranks;
 using trireme::test::ThreadRank;
+using trireme::test::WireRecord;
 
 namespace {
 

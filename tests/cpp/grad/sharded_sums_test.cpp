@@ -2,7 +2,6 @@
 // in recorded groups: two ranks share parameters, two have the same shards, and all peers hold the
 // same gradients, so that the average over all four is this rank's own.
 
-#include <trireme/comm/recording_communicator.h>
 #include <trireme/grad/collective_transport.h>
 #include <trireme/grad/grad_reducer.h>
 #include <trireme/strategies/fsdp/owner_delivery.h>
@@ -11,8 +10,12 @@
 
 #include <catch_torch.h>
 #include <functional>
+#include <recording_communicator.h>
 
 namespace trireme::sharded_sums_test {
+
+using trireme::test::RecordingCommunicator;
+using trireme::test::WireRecord;
 
 namespace {
 

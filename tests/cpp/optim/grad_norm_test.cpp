@@ -2,19 +2,19 @@
 
 #include <trireme/optim/grad_norm.h>
 
-#include <trireme/comm/recording_communicator.h>
-
 #include <torch/nn/utils/clip_grad.h>
 
 #include <array>
 #include <catch_torch.h>
 #include <limits>
+#include <recording_communicator.h>
 #include <thread_ranks.h>
 #include <vector>
 
 namespace trireme::grad_norm_test {
 
 using trireme::test::Engine;
+using trireme::test::RecordingCommunicator;
 using trireme::test::run_thread_ranks;
 using trireme::test::ThreadRank;
 

@@ -1,7 +1,6 @@
 // Units that are resharded among some of the ranks: what later gathers bring, over which ranks, and
 // what is kept for them.
 
-#include <trireme/comm/recording_communicator.h>
 #include <trireme/comm/subgroups.h>
 #include <trireme/memory/buffer_pool.h>
 #include <trireme/param/param_group.h>
@@ -11,6 +10,7 @@
 
 #include <catch_torch.h>
 #include <param/kinds_of_params.h>
+#include <recording_communicator.h>
 #include <string>
 #include <thread_ranks.h>
 #include <vector>
@@ -19,9 +19,11 @@ namespace trireme::pieces_test {
 
 using trireme::test::all_kinds;
 using trireme::test::error_of;
+using trireme::test::RecordingCommunicator;
 using trireme::test::run_thread_ranks;
 using trireme::test::ThreadRank;
 using trireme::test::value_of;
+using trireme::test::WireRecord;
 
 namespace {
 

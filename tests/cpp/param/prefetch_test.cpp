@@ -3,12 +3,12 @@
 
 #include <trireme/param/prefetch.h>
 
-#include <trireme/comm/recording_communicator.h>
 #include <trireme/memory/buffer_pool.h>
 
 #include <ATen/ATen.h>
 
 #include <catch_torch.h>
+#include <recording_communicator.h>
 #include <string>
 #include <thread_ranks.h>
 #include <vector>
@@ -16,8 +16,10 @@
 namespace trireme::prefetch_test {
 
 using trireme::test::error_of;
+using trireme::test::RecordingCommunicator;
 using trireme::test::run_thread_ranks;
 using trireme::test::ThreadRank;
+using trireme::test::WireRecord;
 
 namespace {
 

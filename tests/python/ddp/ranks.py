@@ -8,11 +8,11 @@ import torch
 import trireme
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from trireme import _C
 from trireme._core.group_communicator import communicator_of
 
 from harness.models import ModelMaker, batch
 from harness.on_ranks import WORLD
+from harness.recording import recording
 from harness.training import assert_same_on_all_ranks, gradients, values
 
 Step = Callable[[nn.Module, int, int], None]
@@ -68,9 +68,10 @@ def assert_equals_torch(
     assert_same_on_all_ranks(list(ours.parameters()))
 
 
-def record_wire(ddp: trireme.DistributedDataParallel) -> _C.RecordingCommunicator:
-    """What the module sends from now on. Builds its core anew, as if it had just been wrapped."""
-    recorder = _C.RecordingCommunicator(communicator_of(ddp.process_group))
+def record_wire(ddp: trireme.DistributedDataParallel) -> Any:
+    """What the module sends from now on. Builds its core anew, as if it had just been wrapped.
+    Tests that call it are marked ``needs_recording``."""
+    recorder = recording(communicator_of(ddp.process_group))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trireme._ddp.module.communicator_of", lambda group: recorder)
         ddp._rebuild_core()

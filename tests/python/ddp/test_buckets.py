@@ -9,6 +9,7 @@ from torch import nn
 from ddp.ranks import assert_equals_torch, record_wire
 from harness.meeting import say, stay_until, until
 from harness.on_ranks import WORLD, on_ranks
+from harness.recording import needs_recording
 
 ROW = 256  # a layer of ROW x ROW floats takes 256 KiB
 
@@ -77,6 +78,7 @@ def test_order_is_learned_from_the_first_backward(rank: int) -> None:
     assert layers() == "31402"
 
 
+@needs_recording
 @on_ranks()
 def test_rank_0_decides_the_order(rank: int) -> None:
     """Ranks that see gradients arrive in another order launch buckets in one order all the same."""
@@ -95,6 +97,7 @@ def test_rank_0_decides_the_order(rank: int) -> None:
     assert torch.equal(both[0], both[1])
 
 
+@needs_recording
 @on_ranks()
 def test_a_step_sends_every_gradient_once(rank: int) -> None:
     ddp = trireme.DistributedDataParallel(five_layers(), bucket_cap_mb=0.5)
@@ -118,6 +121,7 @@ def test_a_step_sends_every_gradient_once(rank: int) -> None:
     assert ddp.last_step()["reduced_bytes"] == 5 * layer
 
 
+@needs_recording
 @on_ranks()
 def test_buckets_leave_while_backward_computes(rank: int) -> None:
     ddp = trireme.DistributedDataParallel(five_layers(), bucket_cap_mb=0.1)
@@ -184,6 +188,7 @@ class Headed(nn.Module):
         return self.head(self.body(x))
 
 
+@needs_recording
 @on_ranks()
 def test_an_unused_head_does_not_hold_back_the_rest(rank: int) -> None:
     ddp = trireme.DistributedDataParallel(Headed(), bucket_cap_mb=0.1)

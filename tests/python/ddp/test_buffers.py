@@ -13,6 +13,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from ddp.ranks import assert_equals_torch, backward, record_wire
 from harness.models import batch
 from harness.on_ranks import WORLD, on_ranks
+from harness.recording import needs_recording
 from harness.training import assert_same_on_all_ranks
 
 
@@ -143,6 +144,7 @@ def test_no_grad_forwards_follow_torch(rank: int) -> None:
     assert counts[TorchDDP] == counts[trireme.DistributedDataParallel] == (0.0, float(rank))
 
 
+@needs_recording
 @on_ranks()
 def test_all_buffers_travel_in_one_broadcast(rank: int) -> None:
     ddp = trireme.DistributedDataParallel(normed())

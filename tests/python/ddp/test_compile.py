@@ -16,6 +16,7 @@ from ddp.ranks import record_wire
 from harness.faults import RANKLESS_FORM, raises
 from harness.models import batch
 from harness.on_ranks import WORLD, on_ranks
+from harness.recording import needs_recording
 from harness.training import gradients
 
 WIDTH = 6
@@ -148,6 +149,7 @@ def test_graphs_are_split_at_buckets(
     assert graphs.count == graphs_expected
 
 
+@needs_recording
 @on_ranks(timeout=100, fresh=True)
 def test_buckets_leave_between_the_parts_of_a_split_graph(rank: int) -> None:
     """What the splitting is for: gradients of later blocks travel while the first computes."""

@@ -15,6 +15,7 @@ from ddp.ranks import assert_equals_torch, record_wire
 from harness.faults import RANKLESS_FORM, raises
 from harness.models import batch, mlp
 from harness.on_ranks import WORLD, on_ranks
+from harness.recording import needs_recording
 from harness.training import assert_same_on_all_ranks, gradients, values
 
 
@@ -90,6 +91,7 @@ def cast_by_hand(dtype: torch.dtype, step: int) -> dict[str, torch.Tensor | None
     return gradients(model)
 
 
+@needs_recording
 @on_ranks()
 def test_mixed_precision_computes_low_and_keeps_full_precision(rank: int) -> None:
     policy = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -111,6 +113,7 @@ def test_mixed_precision_computes_low_and_keeps_full_precision(rank: int) -> Non
     assert all(value.dtype != torch.bfloat16 for value in ddp.state_dict().values())
 
 
+@needs_recording
 @pytest.mark.parametrize("as_bucket_view", [False, True])
 @on_ranks()
 def test_mixed_precision_reduces_in_the_parameters_dtype(rank: int, as_bucket_view: bool) -> None:
@@ -134,6 +137,7 @@ def test_mixed_precision_reduces_in_the_parameters_dtype(rank: int, as_bucket_vi
     assert_same_on_all_ranks(list(ddp.parameters()))
 
 
+@needs_recording
 @on_ranks()
 def test_only_the_wire_is_low_precision(rank: int) -> None:
     policy = _MixedPrecision(reduce_dtype=torch.float16)
@@ -216,6 +220,7 @@ def low_step(ddp: nn.Module, step: int, rank: int) -> None:
     ddp(batch(step)[rank::WORLD].bfloat16()).float().square().mean().backward()
 
 
+@needs_recording
 @pytest.mark.parametrize("as_bucket_view", [False, True])
 @pytest.mark.parametrize("hook", [False, True])
 @on_ranks()

@@ -9,6 +9,7 @@ from torch import nn
 
 from ddp.ranks import assert_equals_torch, record_wire
 from harness.on_ranks import WORLD, on_ranks
+from harness.recording import needs_recording
 
 
 class Words(nn.Module):
@@ -166,6 +167,7 @@ def test_accumulation_under_no_sync(rank: int) -> None:
             torch.testing.assert_close(dense(got.grad), dense(expected.grad))
 
 
+@needs_recording
 @on_ranks()
 def test_a_sparse_gradient_travels_sparse_and_alone(rank: int) -> None:
     ddp = trireme.DistributedDataParallel(Words())

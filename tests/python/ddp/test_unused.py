@@ -10,6 +10,7 @@ from torch import nn
 from ddp.ranks import record_wire
 from harness.models import batch, mlp
 from harness.on_ranks import WORLD, on_ranks
+from harness.recording import needs_recording
 from harness.training import gradients
 
 
@@ -111,6 +112,7 @@ def test_a_backward_that_uses_no_parameter_takes_part(rank: int) -> None:
         assert torch.equal(ddp.module.weight.grad, torch.full((3,), 0.5))
 
 
+@needs_recording
 @on_ranks()
 def test_parameters_come_back_from_the_trailing_buckets(rank: int) -> None:
     """Left unused for a step they are sent last; used again for some steps, in order again."""
@@ -129,6 +131,7 @@ def test_parameters_come_back_from_the_trailing_buckets(rank: int) -> None:
     assert last_sent((0, 1, 2), 12) == "body.0.weight"
 
 
+@needs_recording
 @on_ranks()
 def test_bfloat16_buckets_send_the_used_map_apart(rank: int) -> None:
     """16 bits cannot count ranks exactly: the map is an all-reduce of its own."""

@@ -5,28 +5,22 @@ takes it for the accelerator of a process."""
 from __future__ import annotations
 
 import functools
-import importlib.util
 import sys
 import types
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from trireme import _C
 
-_FOLDER = Path(_C.__file__).parents[2] / "tests" / "cpp"
-_FILES = sorted(_FOLDER.glob("_sim_device.*.so"))
-WHY_NOT = None if _FILES else f"no C++ tests were built in {_FOLDER}"
+from harness import cpp_modules
+
+WHY_NOT = cpp_modules.why_not("_sim_device")
 
 
 @functools.cache
 def core() -> Any:
     """Loads and registers the device."""
-    spec = importlib.util.spec_from_file_location("_sim_device", _FILES[0])
-    assert spec is not None and spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
+    loaded = cpp_modules.load("_sim_device")
 
     def index_of(device: Any) -> int:
         index = device if isinstance(device, int) else torch.device(device).index

@@ -20,7 +20,6 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import SGD, AdamW
-from trireme._C import RecordingCommunicator
 from trireme._core.meshes import timeout_of
 from trireme._fsdp.mesh import FsdpMesh, _neighbours_in
 
@@ -42,6 +41,7 @@ from harness.joins import OPTIONS, by_torchs_ddp, inputs, loop
 from harness.meeting import say, stay_until
 from harness.models import mlp
 from harness.on_ranks import AGES_S, on_gloo_ranks, on_shm_ranks
+from harness.recording import needs_recording, recording
 from harness.training import scale
 
 WORLD = 4
@@ -76,14 +76,14 @@ class Wires:
     """What goes between neighbours, of all models that this rank makes from now on."""
 
     def __init__(self) -> None:
-        self.wires: list[RecordingCommunicator] = []
+        self.wires: list[Any] = []
         make = FsdpMesh.neighbours
 
         def recorded(mesh: FsdpMesh, count: int) -> Any:
             made = make(mesh, count)
             if made is None:
                 return None
-            self.wires.append(RecordingCommunicator(made))
+            self.wires.append(recording(made))
             return self.wires[-1]
 
         FsdpMesh.neighbours = recorded  # type: ignore[method-assign]
@@ -108,6 +108,7 @@ def counted(ours: Any, wires: Wires, *, sync: bool = True) -> tuple[int, int]:
     return forward, wires.gathers()
 
 
+@needs_recording
 @on_gloo_ranks(WORLD)
 def test_when_pieces_are_gathered(rank: int) -> None:
     """Always after all ranks have been asked once, until parameters are written or averaged."""
@@ -156,6 +157,7 @@ def test_when_pieces_are_gathered(rank: int) -> None:
     assert wires.gathers() == 3
 
 
+@needs_recording
 @on_gloo_ranks(WORLD)
 def test_orders_of_units(rank: int) -> None:
     """Ranks that use different units, units that compute again in a backward of their own, ranks

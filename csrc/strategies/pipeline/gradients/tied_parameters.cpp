@@ -1,5 +1,6 @@
 #include <trireme/strategies/pipeline/gradients/tied_parameters.h>
 
+#include <trireme/comm/agree.h>
 #include <trireme/comm/gather_texts.h>
 #include <trireme/comm/make_channels.h>
 #include <trireme/common/error.h>
@@ -158,23 +159,19 @@ std::string TiedParameters::complaint() const {
 }
 
 void TiedParameters::compare_descriptions() {
-  std::string own = complaint();
-  if (!own.empty()) {
-    own.insert(0, 1, '!');
-  } else {
+  std::string own = as_complaint(complaint());
+  if (own.empty()) {
     for (const at::Tensor& parameter : own_)
       own += (parameter.defined() ? describe(parameter) : std::string()) + "\n";
   }
   const auto texts = gather_texts(own, communicator_, communicator_.device());
-  std::vector<std::vector<std::string>> lines(texts.size());
-  for (size_t rank = 0; rank < texts.size(); ++rank) {
-    if (texts[rank].front() == '!') {
-      refuse_pipeline("got " + texts[rank].substr(1) + ", which is tied (rank " +
-                          std::to_string(rank) + " of " + std::to_string(where_.world) + ")",
-                      "Give each stage the parameters that it is said to have.");
-    }
-    lines[rank] = lines_of(texts[rank]);
+  if (const auto wrong = first_complaint(texts)) {
+    refuse_pipeline(c10::str("got ", wrong->text, ", which is tied (rank ", wrong->rank, " of ",
+                             where_.world, ")"),
+                    "Give each stage the parameters that it is said to have.");
   }
+  std::vector<std::vector<std::string>> lines;
+  for (const std::string& text : texts) lines.push_back(lines_of(text));
   for (size_t i = 0; i < tied_.size(); ++i) {
     const auto& first = tied_[i].holders.front();
     const auto text_of = [&](const auto& holder) {

@@ -3,18 +3,18 @@
 
 #include <trireme/comm/c10d/custom_communicator.h>
 
-#include <trireme/comm/recording_communicator.h>
-
 #include <ATen/ATen.h>
 
 #include <catch_torch.h>
 #include <chrono>
 #include <memory>
+#include <recording_communicator.h>
 #include <utility>
 
 namespace trireme::custom_communicator_test {
 
 using trireme::test::error_of;
+using trireme::test::RecordingCommunicator;
 
 namespace {
 

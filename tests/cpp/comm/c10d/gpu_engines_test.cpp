@@ -1,17 +1,18 @@
 // What a communicator does over engines of GPUs, on machines that have none.
 
 #include <trireme/comm/launch/make_communicator.h>
-#include <trireme/comm/recording_communicator.h>
 #include <trireme/comm/subgroups.h>
 
 #include <catch_torch.h>
 #include <comm/c10d/fake_engine.h>
+#include <recording_communicator.h>
 
 namespace trireme::gpu_engines_test {
 
 using trireme::test::FakeEngine;
 using trireme::test::FakeEngines;
 using trireme::test::make_fake_group;
+using trireme::test::RecordingCommunicator;
 
 namespace {
 

@@ -1,13 +1,13 @@
 // fully_shard for C++ modules whose ranks gather parameters, over Gloo: they train as one process
 // does on the whole batch.
 
-#include <trireme/comm/recording_communicator.h>
 #include <trireme/comm/subgroups.h>
 
 #include <torch/serialize.h>
 
 #include <catch_torch.h>
 #include <mutex>
+#include <recording_communicator.h>
 #include <sstream>
 #include <strategies/fsdp/fsdp_ranks.h>
 #include <vector>

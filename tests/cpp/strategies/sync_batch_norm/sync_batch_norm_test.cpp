@@ -1,11 +1,11 @@
 // The statistics by hand, what goes over the wire, and ranks as threads against BatchNorm on the
 // whole batch. tests/python/core/test_sync_batch_norm.py has the cases by dtype, layout and option.
 
-#include <trireme/comm/recording_communicator.h>
 #include <trireme/strategies/sync_batch_norm/channel_stats.h>
 #include <trireme/strategies/sync_batch_norm/sync_batch_norm_module.h>
 
 #include <catch_torch.h>
+#include <recording_communicator.h>
 #include <sstream>
 #include <string>
 #include <thread_ranks.h>
@@ -15,8 +15,10 @@ namespace trireme::sync_batch_norm_test {
 
 namespace {
 
+using trireme::test::RecordingCommunicator;
 using trireme::test::run_thread_ranks;
 using trireme::test::ThreadRank;
+using trireme::test::WireRecord;
 
 std::shared_ptr<RecordingCommunicator> twins() {
   return std::make_shared<RecordingCommunicator>(RankOf{0, 2});
@@ -85,7 +87,7 @@ TEST_CASE("a step is one all-gather and one all-reduce") {
   const at::Tensor batch = at::randn({4, 3, 2});
   const at::Tensor input = batch.clone().set_requires_grad(true);
   const at::Tensor output = norm->forward(input);
-  CHECK(verbs(*wire) == "all_gather 16, all_gather 28, ");  // the layout, once; 2 x 3 + 1 floats
+  CHECK(verbs(*wire) == "all_gather 8, all_gather 28, ");  // the layout, once; 2 x 3 + 1 floats
   wire->clear();
   output.sum().backward();
   CHECK(verbs(*wire) == "all_reduce 24, ");
@@ -104,7 +106,7 @@ TEST_CASE("a step is one all-gather and one all-reduce") {
   norm->train();
   norm->to(at::kDouble);
   norm->forward(batch.to(at::kDouble));
-  CHECK(verbs(*wire) == "all_gather 16, all_gather 56, ");
+  CHECK(verbs(*wire) == "all_gather 8, all_gather 56, ");
 }
 
 TEST_CASE("an input that wants no gradient still takes part in backward") {

@@ -1,11 +1,10 @@
 // ZeRO 1 and 2, ranks as threads over both engines: N ranks must train as one process does on the
 // whole batch.
 
-#include <trireme/comm/recording_communicator.h>
-
 #include <torch/optim/schedulers/step_lr.h>
 
 #include <catch_torch.h>
+#include <recording_communicator.h>
 #include <strategies/zero/zero_ranks.h>
 #include <vector>
 

@@ -1,11 +1,13 @@
 #pragma once
 
-#include <trireme/comm/communicator.h>
+#include <trireme/comm/forwarding_communicator.h>
 
+#include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
-namespace trireme {
+namespace trireme::test {
 
 // One verb that was called.
 struct WireRecord {
@@ -15,15 +17,14 @@ struct WireRecord {
   std::vector<std::string> dtypes;
 };
 
-// A Communicator for tests: notes every verb, then passes it to `inner`, or, without one, plays a
-// group in which every peer holds the same tensors as this rank (so sums multiply by `world`,
-// gathers repeat).
-class TRIREME_API RecordingCommunicator final : public Communicator {
+// A communicator that notes every verb, and then passes it on.
+class RecordingCommunicator final : public ForwardingCommunicator {
  public:
   explicit RecordingCommunicator(std::shared_ptr<Communicator> inner);
+  // Plays a group in which every peer holds the same tensors as this rank: so sums multiply by
+  // `world`, gathers repeat.
   explicit RecordingCommunicator(RankOf where);
 
-  RankOf rank_of() const override { return where_; }
   Pending all_reduce(std::vector<at::Tensor> tensors, ReduceOp op, std::string label) override;
   Pending broadcast(std::vector<at::Tensor> tensors, int64_t root, std::string label) override;
   Pending all_gather(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
@@ -33,12 +34,6 @@ class TRIREME_API RecordingCommunicator final : public Communicator {
   Pending send(std::vector<at::Tensor> tensors, int64_t to, std::string label) override;
   Pending recv(std::vector<at::Tensor> tensors, int64_t from, std::string label) override;
   Pending barrier(std::string label) override;
-  void announce_failure(const std::string& reason) noexcept override;
-  void recover() override;
-  std::optional<std::string> failure() const override;
-  std::shared_ptr<GroupHealth> health() const override {
-    return inner_ ? inner_->health() : nullptr;
-  }
 
   const std::vector<WireRecord>& records() const { return records_; }
   void clear() { records_.clear(); }
@@ -46,10 +41,7 @@ class TRIREME_API RecordingCommunicator final : public Communicator {
  private:
   void note(const char* verb, const std::string& label, const std::vector<at::Tensor>& tensors);
 
-  std::shared_ptr<Communicator> inner_;
-  RankOf where_;
   std::vector<WireRecord> records_;
-  std::optional<std::string> failure_;
 };
 
-}  // namespace trireme
+}  // namespace trireme::test
