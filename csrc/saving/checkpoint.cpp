@@ -2,14 +2,11 @@
 
 #include <trireme/comm/gather_texts.h>
 #include <trireme/comm/run_together.h>
-#include <trireme/saving/json_text.h>
-#include <trireme/saving/optimizer_text.h>
+#include <trireme/saving/content_text.h>
 
 #include <ATen/ATen.h>
 
 #include <exception>
-#include <nlohmann/json.hpp>
-#include <random>
 #include <set>
 #include <utility>
 
@@ -17,78 +14,6 @@
 
 namespace trireme {
 namespace {
-
-using Json = nlohmann::json;
-
-std::string random_name() {
-  std::random_device source;
-  char text[24];
-  std::snprintf(text, sizeof text, "%08x%08x", source(), source());
-  return text;
-}
-
-// Returns the place of a part: its first indices, then its sizes; null for an empty part.
-Json place_of(const CheckpointTensor& tensor) {
-  const at::Tensor& values = tensor.part.values;
-  if (!values.defined() || values.numel() == 0) return nullptr;
-  std::vector<int64_t> place = tensor.part.first;
-  place.resize(tensor.sizes.size());
-  place.insert(place.end(), values.sizes().begin(), values.sizes().end());
-  return place;
-}
-
-// Throws ValueError for a text that cannot be saved.
-void check_text(const std::string& name, const std::string& text, RankOf where) {
-  TORCH_CHECK_VALUE(
-      name == kOptimizerText || name == kExtraText,
-      error_text("saving", "got a text called '" + name + "'", where, "Keep it in `extra`."));
-  try {
-    if (name == kExtraText) return check_json(text);
-    merge_json({text});
-  } catch (const JsonTextError& error) {
-    const std::string what = name == kExtraText ? "`extra`" : "'" + name + "'";
-    TORCH_CHECK_VALUE(
-        false,
-        error_text("saving", "got " + what + " with " + error.what() + ", expected a JSON object",
-                   where, "Keep other things in tensors."));
-  }
-}
-
-// Returns the description of a rank's content that it sends to the others.
-std::string content_text(const CheckpointContent& content, const CheckpointRanks& ranks) {
-  const RankOf where = ranks.where();
-  const auto refuse = [&](const std::string& got, const std::string& next_step) {
-    TORCH_CHECK_VALUE(false, error_text("saving", "got " + got, where, next_step));
-  };
-  Json all;
-  all["save"] = random_name();
-  all["tensors"] = Json::object();
-  all["texts"] = Json::object();
-  for (const auto& [kind, tensors] : content.tensors) {
-    Json& rows = all["tensors"][kind] = Json::array();
-    std::set<std::string> names;
-    for (const CheckpointTensor& tensor : tensors) {
-      if (safetensors_dtype(tensor.dtype).empty())
-        refuse("'" + tensor.name + "' as " + describe(tensor.dtype, tensor.sizes) +
-                   ", for which safetensors has no name",
-               "Keep it as real numbers, or in `extra`.");
-      if (!names.insert(tensor.name).second)
-        refuse("two tensors called '" + tensor.name + "'", "Give one of them another name.");
-      rows.push_back({tensor.name, static_cast<int>(tensor.dtype), tensor.sizes, place_of(tensor)});
-    }
-  }
-  for (const auto& [name, text] : content.texts) {
-    if (name == kExtraText && where.rank != 0) continue;
-    check_text(name, text, where);
-    all["texts"][name] = text;
-  }
-  try {
-    return all.dump();
-  } catch (const Json::exception&) {  // Texts were checked, so it is a name.
-    refuse("a tensor whose name is not UTF-8", "Give it a name of characters.");
-  }
-  return {};
-}
 
 // The content that all ranks together save.
 struct Agreed {
@@ -103,11 +28,9 @@ class Merge {
  public:
   explicit Merge(RankOf where) : where_(where) {}
 
-  void add(const Json& rows, size_t rank) {
-    for (const Json& row : rows) {
-      SafetensorsEntry entry{row.at(0).get<std::string>(),
-                             static_cast<at::ScalarType>(row.at(1).get<int>()),
-                             row.at(2).get<std::vector<int64_t>>(), 0};
+  void add(const std::vector<TensorPlace>& places, size_t rank) {
+    for (const TensorPlace& place : places) {
+      const SafetensorsEntry entry{place.name, place.dtype, place.sizes, 0};
       const auto [known, is_first] = known_.try_emplace(entry.name, entries_.size(), rank);
       if (is_first) entries_.push_back(entry);
       const SafetensorsEntry& first = entries_[known->second.index];
@@ -115,7 +38,7 @@ class Merge {
         refuse("'" + entry.name + "' as " + describe(entry.dtype, entry.sizes) + " on rank " +
                std::to_string(rank) + " and as " + describe(first.dtype, first.sizes) +
                " on rank " + std::to_string(known->second.rank));
-      if (!row.at(3).is_null()) add_part(known->second, row.at(3), entry, rank);
+      if (place.box) add_part(known->second, *place.box, entry, rank);
     }
   }
 
@@ -138,13 +61,12 @@ class Merge {
     size_t index;
     size_t rank;
     int64_t numel = 0;
-    std::set<std::vector<int64_t>> places = {};
+    std::set<TensorBox> parts = {};
   };
 
-  void add_part(Known& known, const Json& part, const SafetensorsEntry& entry, size_t rank) {
-    const auto place = part.get<std::vector<int64_t>>();
-    if (!known.places.insert(place).second) return;  // a lower rank has the same
-    known.numel += c10::multiply_integers(at::IntArrayRef(place).slice(entry.sizes.size()));
+  void add_part(Known& known, const TensorBox& part, const SafetensorsEntry& entry, size_t rank) {
+    if (!known.parts.insert(part).second) return;  // a lower rank has the same
+    known.numel += part.numel();
     if (rank == static_cast<size_t>(where_.rank)) own_.insert(entry.name);
   }
 
@@ -160,27 +82,18 @@ class Merge {
 };
 
 Agreed agree(const CheckpointContent& content, const CheckpointRanks& ranks) {
-  std::string own;
-  together(ranks, [&] { own = content_text(content, ranks); });
-  std::vector<Json> all;
-  for (const std::string& text : gather_texts(own, ranks)) all.push_back(Json::parse(text));
+  const std::vector<ContentOfRank> all = gather_contents(content, ContentGoes::kToFiles, ranks);
   Agreed agreed;
-  agreed.save = all.front().at("save").get<std::string>();
+  agreed.save = all.front().save;
   std::map<std::string, Merge> merged;
   for (size_t rank = 0; rank < all.size(); ++rank)
-    for (const auto& [kind, rows] : all[rank].at("tensors").items())
-      merged.try_emplace(kind, ranks.where()).first->second.add(rows, rank);
+    for (const auto& [kind, places] : all[rank].tensors)
+      merged.try_emplace(kind, ranks.where()).first->second.add(places, rank);
   for (auto& [kind, tensors] : merged) {
     agreed.tensors[kind] = tensors.finish();
     agreed.own[kind] = tensors.own();
   }
-  std::map<std::string, std::vector<TextOfRank>> texts;
-  for (size_t rank = 0; rank < all.size(); ++rank)
-    for (const auto& [name, text] : all[rank].at("texts").items())
-      texts[name].push_back({static_cast<int64_t>(rank), text});
-  for (const auto& [name, of_ranks] : texts)
-    agreed.texts[name] =
-        name == kExtraText ? of_ranks.front().text : merge_optimizer_texts(of_ranks, ranks.where());
+  agreed.texts = merge_texts(all, ranks.where());
   return agreed;
 }
 
