@@ -5,7 +5,6 @@
 #include <ATen/ATen.h>
 
 #include <filesystem>
-#include <nlohmann/json.hpp>
 #include <utility>
 
 // See [Note: saving and loading without gathering] in checkpoint.h.
@@ -28,26 +27,12 @@ std::string held_by(const std::string& file, const CheckpointIndex& index) {
   return "'" + first + "'" + (more > 0 ? " and " + std::to_string(more) + " more" : "");
 }
 
-// Returns a name that is in the lists of all ranks; empty if there is none. Ranks may have
-// different parts of a model under different names (experts).
-std::string foreign_to_all(const std::vector<std::string>& own, const CheckpointRanks& ranks) {
-  const std::string text = own.empty() ? "" : nlohmann::json(own).dump();
-  const std::vector<std::string> said = gather_texts(text, ranks);
-  std::map<std::string, size_t> counts;
-  for (const std::string& names : said)
-    if (!names.empty())
-      for (const auto& name : nlohmann::json::parse(names)) ++counts[name.get<std::string>()];
-  for (const auto& [name, count] : counts)
-    if (count == said.size()) return name;
-  return {};
-}
-
 constexpr const char* kRestore = "Restore the file, or load another checkpoint.";
 
 }  // namespace
 
 CheckpointReader::CheckpointReader(const std::string& path, CheckpointRanks ranks)
-    : ranks_(std::move(ranks)) {
+    : CheckpointSource(std::move(ranks)) {
   together(ranks_, [&] {
     const CheckpointPlace place = find_checkpoint(path, ranks_.where());
     folder_ = place.folder;
@@ -164,6 +149,8 @@ void CheckpointReader::compare_saves() const {
              "Load from a disk that every rank sees.");
 }
 
+bool CheckpointReader::has(const std::string& kind) const { return kinds_.count(kind) > 0; }
+
 const std::map<std::string, CheckpointTensor>& CheckpointReader::tensors(
     const std::string& kind) const {
   static const std::map<std::string, CheckpointTensor> none;
@@ -176,55 +163,25 @@ std::string CheckpointReader::text(const std::string& name) const {
   return found == texts_.end() ? "" : found->second;
 }
 
-void CheckpointReader::check_one(const Kind& opened, const CheckpointTensor& tensor) const {
-  const std::string load = "Load a checkpoint of the same model.";
-  const auto found = opened.tensors.find(tensor.name);
-  if (found == opened.tensors.end())
-    refuse("a checkpoint without '" + tensor.name + "' in '" + folder_ + "'", load);
-  const CheckpointTensor& saved = found->second;
-  if (saved.dtype != tensor.dtype || saved.sizes != tensor.sizes)
-    refuse("'" + tensor.name + "' as " + describe(saved.dtype, saved.sizes) + " in '" + folder_ +
-               "', expected " + describe(tensor.dtype, tensor.sizes),
-           load);
-}
-
-void CheckpointReader::check(const std::string& kind,
-                             const std::vector<CheckpointTensor>& tensors) const {
-  std::vector<std::string> foreign;  // names that this rank does not have
-  together(ranks_, [&] {
-    const auto opened = kinds_.find(kind);
-    if (opened == kinds_.end())
-      refuse("a checkpoint without " + kind + " in '" + folder_ + "'", "Load another one.");
-    std::map<std::string, bool> expected;
-    for (const CheckpointTensor& tensor : tensors) {
-      check_one(opened->second, tensor);
-      expected[tensor.name] = true;
-    }
-    for (const auto& [name, saved] : opened->second.tensors)
-      if (expected.count(name) == 0) foreign.push_back(name);
-  });
-  const std::string name = foreign_to_all(foreign, ranks_);
-  if (!name.empty())
-    refuse("'" + name + "' in '" + folder_ + "', which the model does not have",
-           "Load a checkpoint of the same model.");
-}
-
 void CheckpointReader::read(const std::string& kind,
                             const std::vector<CheckpointTensor>& tensors) const {
   together(ranks_, [&] {
-    if (tensors.empty()) return;
-    const Kind& opened = kinds_.at(kind);
-    for (const CheckpointTensor& tensor : tensors) {
-      check_one(opened, tensor);
-      const Place place = opened.places.at(tensor.name);
-      const SafetensorsFile& file = opened.files[place.file];
-      file.read(file.header().entries[place.entry], tensor.part);
-    }
+    for (const CheckpointTensor& tensor : tensors) check_one(kind, tensor);
+    read_own(kind, tensors);
   });
 }
 
-void CheckpointReader::refuse(const std::string& got, const std::string& next_step) const {
-  TORCH_CHECK_VALUE(false, error_text("saving", "got " + got, ranks_.where(), next_step));
+void CheckpointReader::read_own(const std::string& kind,
+                                const std::vector<CheckpointTensor>& tensors) const {
+  if (tensors.empty()) return;
+  const Kind& opened = kinds_.at(kind);
+  for (const CheckpointTensor& tensor : tensors) {
+    const Place place = opened.places.at(tensor.name);
+    const SafetensorsFile& file = opened.files[place.file];
+    file.read(file.header().entries[place.entry], tensor.part);
+  }
 }
+
+std::string CheckpointReader::place() const { return "in '" + folder_ + "'"; }
 
 }  // namespace trireme
