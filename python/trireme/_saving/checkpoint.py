@@ -4,38 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import ExitStack
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trireme import _C
-from trireme._C import CheckpointReader, CheckpointTensor
+from trireme._C import CheckpointReader
 from trireme._core.errors import Area
 from trireme._core.meshes import group_over
 from trireme._core.owners import group_of_stages
-from trireme._core.writing import sharding_optimizers, writing, writing_shards
-from trireme._saving.optimizer import FILE, KIND, LoadedOptimizer, OptimizerParts, plain_json
-from trireme._saving.own_ways import (
-    TensorsElsewhere,
-    expect_plain_states,
-    finish_loading,
-    has_to_finish,
-)
-from trireme._saving.parts import (
-    Ranks,
-    model_to_load,
-    model_to_save,
-    named_tensors,
-    plain_model,
-)
-from trireme._saving.stages import names_of_all, some_rank_has
+from trireme._saving.content import content_of, load_content
+from trireme._saving.optimizer import plain_json
+from trireme._saving.parts import Ranks, plain_model
+from trireme._saving.stages import has_stages, some_rank_has
 
-_MODEL = "model"
 _EXTRA = "extra.json"
 
 
@@ -83,25 +68,17 @@ def save_checkpoint(
     Collective.
     """
     ranks = Ranks(_group_for(model, optimizer, process_group))
-    tensors: dict[str, list[CheckpointTensor]] = {}
-    texts: dict[str, str] = {}
-    some_rank_has(optimizer, model, ranks)
+    if has_stages(model):
+        some_rank_has(optimizer, model, ranks)
     with ranks.together():
-        expect_plain_states(model, ranks)
-        tensors[_MODEL] = [
-            *model_to_save(model, ranks),
-            *TensorsElsewhere(model).to_save(ranks),
-        ]
-        if optimizer is not None:
-            parts = OptimizerParts(optimizer, named_tensors(model, ranks), ranks)
-            tensors[KIND], texts[FILE] = parts.to_save()
+        content = content_of(model, optimizer, ranks)
         if extra is not None and ranks.rank == 0:
-            texts[_EXTRA] = json.dumps(plain_json(extra, "`extra`", ranks))
+            content.texts[_EXTRA] = json.dumps(plain_json(extra, "`extra`", ranks))
     _C.save_checkpoint(
         os.fspath(path),
         ranks.core,
-        tensors=tensors,
-        texts=texts,
+        tensors=content.tensors,
+        texts=content.texts,
         max_file_bytes=max_file_bytes,
     )
 
@@ -136,46 +113,9 @@ def load_checkpoint(
     """
     ranks = Ranks(_group_for(model, optimizer, process_group))
     reader = CheckpointReader(os.fspath(path), ranks.core)
-    with ranks.together():
-        expect_plain_states(model, ranks)
-        elsewhere = TensorsElsewhere(model)
-        needed = [*model_to_load(model, ranks), *elsewhere.to_load(ranks)]
-    reader.check(_MODEL, needed)
-    has_optimizer = some_rank_has(optimizer, model, ranks)
-    loaded = _read_optimizer(model, optimizer, ranks, reader) if has_optimizer else None
-    plain = plain_model(model)
-    with writing_shards(plain), torch.no_grad():
-        reader.read(_MODEL, [*model_to_load(model, ranks), *elsewhere.to_load(ranks)])
-        with ranks.together():
-            elsewhere.put()
-    if has_to_finish(model):  # all ranks have whole parameters by now
-        with ExitStack() as stack, torch.no_grad():
-            for optimizer_ in sharding_optimizers(plain):
-                stack.enter_context(writing(optimizer_))
-            with ranks.together():
-                finish_loading(model, ranks)
-    if has_optimizer:
-        with ranks.together():
-            if loaded is not None:
-                loaded.put_into_optimizer()
+    load_content(reader, model, optimizer, ranks, asks=has_stages(model))
     text = reader.text(_EXTRA)
     return json.loads(text) if text else {}
-
-
-def _read_optimizer(
-    model: nn.Module, optimizer: Optimizer | None, ranks: Ranks, reader: CheckpointReader
-) -> LoadedOptimizer | None:
-    """Reads this rank's part, to be put in place; None where it has no optimizer."""
-    parts = loaded = None
-    with ranks.together():
-        if optimizer is not None:
-            parts = OptimizerParts(optimizer, named_tensors(model, ranks), ranks)
-    names = names_of_all(parts, model, ranks)
-    with ranks.together():
-        if parts is not None:
-            loaded = parts.to_load(reader, names)
-    reader.read(KIND, [] if loaded is None else loaded.tensors)
-    return loaded
 
 
 def _expect_living(stages: dist.ProcessGroup) -> None:
