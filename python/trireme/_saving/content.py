@@ -71,7 +71,8 @@ def load_content(
         source.read(MODEL, [*model_to_load(model, ranks), *elsewhere.to_load(ranks)])
         with ranks.together():
             elsewhere.put()
-    if has_to_finish(model):  # all ranks have whole parameters by now
+    finishes = has_to_finish(model)
+    if ranks.any(finishes) if asks else finishes:  # all ranks have whole parameters by now
         with ExitStack() as stack, torch.no_grad():
             for optimizer_ in sharding_optimizers(plain):
                 stack.enter_context(writing(optimizer_))

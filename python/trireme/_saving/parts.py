@@ -39,6 +39,10 @@ class Ranks:
         self.core = CheckpointRanks(communicator, device)
         self._communicator, self._device = communicator, device
 
+    def any(self, said: bool) -> bool:
+        """Whether a rank says so. Collective."""
+        return any(self.say_to_all("yes" if said else ""))
+
     def say_to_all(self, text: str) -> list[str]:
         """Returns what every rank says, by rank. Collective."""
         if self._communicator is None:

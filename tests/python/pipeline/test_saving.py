@@ -206,6 +206,28 @@ def test_a_pipeline_becomes_another_cut_and_strategy_in_memory(rank: int) -> Non
             torch.testing.assert_close(loss, expected[step])
 
 
+class CountsLoads(Scaled):
+    """Loads in a way of its own."""
+
+    loads = 0
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self.loads += 1
+
+
+@on_shm_ranks(2)
+def test_a_layer_of_one_stage_that_loads_in_its_own_way(rank: int, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    trained = Trained("pipeline", lambda: nn.Sequential(CountsLoads(), *tanh_layers(5)))
+    trained.save(path)
+    for loads in (1, 2):
+        trained.load(path)
+        own = [layer for layer in trained.net.modules() if isinstance(layer, CountsLoads)]
+        assert [layer.loads for layer in own] == ([loads] if rank == 0 else [])
+        trained.train(loads)  # the group is whole
+
+
 def _index(path: Path, kind: str) -> set[str]:
     return set(json.loads((path / f"{kind}.safetensors.index.json").read_text())["weight_map"])
 
