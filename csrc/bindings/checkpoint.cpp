@@ -68,10 +68,10 @@ void init_checkpoint(py::module_& module) {
   using Reader = CheckpointReader;
   py::class_<Reader, std::shared_ptr<Reader>, CheckpointSource>(module, "CheckpointReader")
       .def(py::init(wrap_pybind_function_no_gil(
-               [](const std::string& path, const CheckpointRanks& ranks) {
-                 return std::make_shared<Reader>(path, ranks);
+               [](const std::string& path, const CheckpointRanks& ranks, bool reads_once) {
+                 return std::make_shared<Reader>(path, ranks, reads_once);
                })),
-           py::arg("path"), py::arg("ranks"));
+           py::arg("path"), py::arg("ranks"), py::kw_only(), py::arg("reads_once") = false);
 
   using Held = HeldCheckpoint;
   py::class_<Held, std::shared_ptr<Held>, CheckpointSource>(module, "HeldCheckpoint")

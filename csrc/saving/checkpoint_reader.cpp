@@ -1,10 +1,15 @@
 #include <trireme/saving/checkpoint_reader.h>
 
 #include <trireme/common/error.h>
+#include <trireme/saving/content_text.h>
+#include <trireme/saving/part_exchange.h>
+#include <trireme/saving/redistribute_plan.h>
 
 #include <ATen/ATen.h>
 
 #include <filesystem>
+#include <set>
+#include <unordered_map>
 #include <utility>
 
 // See [Note: saving and loading without gathering] in checkpoint.h.
@@ -29,10 +34,51 @@ std::string held_by(const std::string& file, const CheckpointIndex& index) {
 
 constexpr const char* kRestore = "Restore the file, or load another checkpoint.";
 
+// Returns tensors as the dtypes of their memory: what ranks exchange once it was read.
+std::vector<CheckpointTensor> as_they_lie(std::vector<CheckpointTensor> tensors) {
+  for (CheckpointTensor& tensor : tensors)
+    if (tensor.part.values.defined()) tensor.dtype = tensor.part.values.scalar_type();
+  return tensors;
+}
+
+std::set<std::string> names_in(const PlacesByRank& places) {
+  std::set<std::string> names;
+  for (const auto& of_rank : places)
+    for (const TensorPlace& place : of_rank) names.insert(place.name);
+  return names;
+}
+
+PlacesByRank only(PlacesByRank places, const std::set<std::string>& names) {
+  for (auto& of_rank : places)
+    std::erase_if(of_rank, [&](const TensorPlace& it) { return names.count(it.name) == 0; });
+  return places;
+}
+
+std::vector<CheckpointTensor> tensors_named(std::vector<CheckpointTensor> tensors,
+                                            const std::set<std::string>& names, bool is_in) {
+  std::erase_if(tensors,
+                [&](const CheckpointTensor& it) { return (names.count(it.name) > 0) != is_in; });
+  return tensors;
+}
+
+// Returns the parts of `tensors` at these places.
+std::vector<CheckpointTensor> parts_at(const std::vector<TensorPlace>& places,
+                                       const std::vector<CheckpointTensor>& tensors) {
+  std::unordered_map<std::string, const CheckpointTensor*> by_name;
+  for (const CheckpointTensor& tensor : tensors) by_name[tensor.name] = &tensor;
+  std::vector<CheckpointTensor> parts;
+  for (const TensorPlace& place : places) {
+    const TensorPart& part = by_name.at(place.name)->part;
+    const at::Tensor values = values_in(part.values.detach(), part.first, *place.box);
+    parts.push_back({place.name, place.dtype, place.sizes, {values, place.box->first}});
+  }
+  return parts;
+}
+
 }  // namespace
 
-CheckpointReader::CheckpointReader(const std::string& path, CheckpointRanks ranks)
-    : CheckpointSource(std::move(ranks)) {
+CheckpointReader::CheckpointReader(const std::string& path, CheckpointRanks ranks, bool reads_once)
+    : CheckpointSource(std::move(ranks)), reads_once_(reads_once) {
   together(ranks_, [&] {
     const CheckpointPlace place = find_checkpoint(path, ranks_.where());
     folder_ = place.folder;
@@ -165,6 +211,7 @@ std::string CheckpointReader::text(const std::string& name) const {
 
 void CheckpointReader::read(const std::string& kind,
                             const std::vector<CheckpointTensor>& tensors) const {
+  if (reads_once_ && ranks_.where().world > 1) return read_once(kind, tensors);
   together(ranks_, [&] {
     for (const CheckpointTensor& tensor : tensors) check_one(kind, tensor);
     read_own(kind, tensors);
@@ -180,6 +227,27 @@ void CheckpointReader::read_own(const std::string& kind,
     const SafetensorsFile& file = opened.files[place.file];
     file.read(file.header().entries[place.entry], tensor.part);
   }
+}
+
+void CheckpointReader::read_once(const std::string& kind,
+                                 const std::vector<CheckpointTensor>& tensors) const {
+  together(ranks_, [&] {
+    for (const CheckpointTensor& tensor : tensors) check_one(kind, tensor);
+  });
+  const std::vector<CheckpointTensor> needed = as_they_lie(tensors);
+  const auto all = gather_contents({{{kind, needed}}, {}}, ContentGoes::kToRanks, ranks_);
+  const PlacesByRank places = places_of(all, kind);
+  const PlacesByRank reads = plan_reads(places);
+  const std::set<std::string> shared = names_in(reads);
+  const std::vector<CheckpointTensor> own =
+      parts_at(reads[static_cast<size_t>(ranks_.where().rank)], needed);
+  together(ranks_, [&] {
+    read_own(kind, own);
+    read_own(kind, tensors_named(tensors, shared, /*is_in=*/false));
+  });
+  const RedistributePlan plan = plan_redistribute(
+      {.held = reads, .needed = only(places, shared), .hosts = hosts_of(all)}, ranks_.where());
+  PartExchange(plan, own, tensors_named(needed, shared, /*is_in=*/true), ranks_).run();
 }
 
 std::string CheckpointReader::place() const { return "in '" + folder_ + "'"; }

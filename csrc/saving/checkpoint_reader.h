@@ -13,7 +13,9 @@ namespace trireme {
 class TRIREME_API CheckpointReader final : public CheckpointSource {
  public:
   // Collective. Throws ValueError for an incomplete checkpoint, naming file and tensor.
-  CheckpointReader(const std::string& path, CheckpointRanks ranks);
+  // `reads_once`: of what several ranks need each element is read by one of them, which sends it to
+  // the others, where else each rank reads it. The same on all ranks.
+  CheckpointReader(const std::string& path, CheckpointRanks ranks, bool reads_once = false);
 
   bool has(const std::string& kind) const override;
   const std::map<std::string, CheckpointTensor>& tensors(const std::string& kind) const override;
@@ -42,8 +44,10 @@ class TRIREME_API CheckpointReader final : public CheckpointSource {
   void compare_saves() const;
   std::string place() const override;
   void read_own(const std::string& kind, const std::vector<CheckpointTensor>& tensors) const;
+  void read_once(const std::string& kind, const std::vector<CheckpointTensor>& tensors) const;
 
   std::string folder_;
+  bool reads_once_;
   std::map<std::string, Kind> kinds_;
   std::map<std::string, std::string> texts_;  // by file name
 };

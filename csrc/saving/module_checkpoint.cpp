@@ -20,7 +20,7 @@ void save_checkpoint(const std::string& path, const torch::nn::Module& module,
 std::string load_checkpoint(const std::string& path, torch::nn::Module& module,
                             const LoadCheckpointOptions& options) {
   const CheckpointRanks ranks = ranks_of(options.communicator, plain_module(module));
-  const CheckpointReader reader(path, ranks);
+  const CheckpointReader reader(path, ranks, options.read_once);
   load_content(reader, {&module, options.optimizer}, LoadedOn::kAllRanks, ranks);
   return reader.text(kExtraText);
 }

@@ -89,6 +89,7 @@ def load_checkpoint(
     optimizer: Optimizer | None = None,
     *,
     process_group: dist.ProcessGroup | None = None,
+    read_once: bool = False,
 ) -> dict[str, Any]:
     """Loads what ``save_checkpoint`` has saved, under whatever strategy; returns its ``extra``.
 
@@ -103,6 +104,9 @@ def load_checkpoint(
         model: as for ``save_checkpoint``, of the same names, shapes and dtypes.
         optimizer: of the same class and parameter groups; may be left out.
         process_group: the ranks that load; by default those of the model, or all.
+        read_once: of what several ranks need each byte is read by one of them, which sends it to
+            the others. For a disk that is slower than the network between the ranks, such as one
+            that many hosts read from. The same on all ranks.
 
     Raises:
         ValueError: a file is missing, cut or of another save; another model or optimizer.
@@ -112,7 +116,7 @@ def load_checkpoint(
     Whatever is raised is raised on all ranks. Collective.
     """
     ranks = Ranks(_group_for(model, optimizer, process_group))
-    reader = CheckpointReader(os.fspath(path), ranks.core)
+    reader = CheckpointReader(os.fspath(path), ranks.core, reads_once=read_once)
     load_content(reader, model, optimizer, ranks, asks=has_stages(model))
     text = reader.text(_EXTRA)
     return json.loads(text) if text else {}

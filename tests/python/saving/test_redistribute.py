@@ -203,6 +203,56 @@ def test_a_rank_killed_between_messages_is_named(rank: int) -> None:
             trireme.redistribute(source, target)
 
 
+def _bytes_read() -> int:
+    text = Path("/proc/self/io").read_text()
+    return int(text.split("rchar:")[1].split()[0])
+
+
+def _wide_ddp(**options: Any) -> Training:
+    training = make("ddp", make_model=lambda: nn.Linear(1024, 257), **options)
+    return training
+
+
+@on_shm_ranks(3)
+def test_read_once_reads_each_byte_once(rank: int, tmp_path: Path) -> None:
+    """All three need all of it: one reads three times as much as it must, or its third."""
+    path = str(tmp_path / "checkpoint")
+    training = _wide_ddp()
+    training.net(torch.ones(2, 1024)).sum().backward()
+    training.optimizer.step()
+    save(training, path)
+    size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    for read_once, least, most in ((False, 3.0, 3.1), (True, 1.0, 1.1)):
+        fresh = _wide_ddp(elsewhere=True)
+        begin = _bytes_read()
+        trireme.load_checkpoint(path, fresh.net, fresh.optimizer, read_once=read_once)
+        read = torch.tensor([_bytes_read() - begin])
+        dist.all_reduce(read)
+        assert least * size <= read.item() <= most * size
+        for got, expected in zip(
+            fresh.model.state_dict().values(), training.model.state_dict().values(), strict=True
+        ):
+            assert_bits(got, expected)
+        for ours, theirs in zip(fresh.model.parameters(), training.model.parameters(), strict=True):
+            for key, value in training.optimizer.state[theirs].items():
+                assert_bits(fresh.optimizer.state[ours][key], value, key)
+
+
+@on_shm_ranks(4)
+def test_read_once_under_strategies(rank: int, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    source = _trained("fsdp")
+    save(source, path)
+    expected = held(source)
+    for strategy in ("ddp", "zero2", "fsdp", "hsdp"):
+        fresh = make(strategy, elsewhere=True)
+        trireme.load_checkpoint(path, fresh.net, fresh.optimizer, read_once=True)
+        assert_holds(fresh, expected)
+    again = make("ddp", elsewhere=True)
+    load(again, path)
+    assert_holds(again, expected)
+
+
 def _over_hosts(rank: int, world: int) -> None:
     source = _trained("fsdp")
     expected = held(source)
