@@ -16,6 +16,7 @@
 #include <trireme/optim/flat_optimizer.h>
 #include <trireme/optim/grad_norm.h>
 #include <trireme/saving/module_checkpoint.h>
+#include <trireme/saving/module_redistribute.h>
 #include <trireme/strategies/data_parallel/data_parallel.h>
 #include <trireme/strategies/ddp/distributed_data_parallel.h>
 #include <trireme/strategies/fsdp/fully_shard.h>

@@ -1,11 +1,13 @@
 #include <trireme/bindings/bindings.h>
 #include <trireme/saving/checkpoint_reader.h>
+#include <trireme/saving/held_checkpoint.h>
 
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 
 #include <memory>
 #include <optional>
+#include <set>
 #include <utility>
 
 namespace trireme {
@@ -54,18 +56,32 @@ void init_checkpoint(py::module_& module) {
              py::arg("path"), py::arg("ranks"), py::kw_only(), py::arg("tensors"), py::arg("texts"),
              py::arg("max_file_bytes"));
 
-  using Reader = CheckpointReader;
-  py::class_<Reader, std::shared_ptr<Reader>>(module, "CheckpointReader")
-      .def(py::init(wrap_pybind_function_no_gil(
-               [](const std::string& path, const CheckpointRanks& ranks) {
-                 return std::make_shared<Reader>(path, ranks);
-               })),
-           py::arg("path"), py::arg("ranks"))
-      .def("tensors", &Reader::tensors, py::arg("kind"))
-      .def("text", torch::wrap_pybind_function(&Reader::text), py::arg("name"))
-      .def("check", wrap_pybind_function_no_gil(&Reader::check), py::arg("kind"),
+  py::class_<CheckpointSource, std::shared_ptr<CheckpointSource>>(module, "CheckpointSource")
+      .def("tensors", &CheckpointSource::tensors, py::arg("kind"))
+      .def("text", torch::wrap_pybind_function(&CheckpointSource::text), py::arg("name"))
+      .def("check", wrap_pybind_function_no_gil(&CheckpointSource::check), py::arg("kind"),
            py::arg("tensors"))
-      .def("read", wrap_pybind_function_no_gil(&Reader::read), py::arg("kind"), py::arg("tensors"));
+      .def("read", wrap_pybind_function_no_gil(&CheckpointSource::read), py::arg("kind"),
+           py::arg("tensors"));
+
+  using Reader = CheckpointReader;
+  py::class_<Reader, std::shared_ptr<Reader>, CheckpointSource>(module, "CheckpointReader")
+      .def(py::init(wrap_pybind_function_no_gil(
+               [](const std::string& path, const CheckpointRanks& ranks, bool reads_once) {
+                 return std::make_shared<Reader>(path, ranks, reads_once);
+               })),
+           py::arg("path"), py::arg("ranks"), py::kw_only(), py::arg("reads_once") = false);
+
+  using Held = HeldCheckpoint;
+  py::class_<Held, std::shared_ptr<Held>, CheckpointSource>(module, "HeldCheckpoint")
+      .def(py::init(wrap_pybind_function_no_gil([](const CheckpointRanks& ranks, Tensors tensors,
+                                                   std::map<std::string, std::string> texts,
+                                                   std::set<std::string> of_lowest) {
+             HeldContent held{{std::move(tensors), std::move(texts)}, std::move(of_lowest)};
+             return std::make_shared<Held>(std::move(held), ranks);
+           })),
+           py::arg("ranks"), py::kw_only(), py::arg("tensors"), py::arg("texts"),
+           py::arg("of_lowest"));
 }
 
 }  // namespace trireme

@@ -139,7 +139,7 @@ bool some_rank_has_optimizer(bool has, bool trains, const CheckpointRanks& ranks
       without == world,
       error_text("saving",
                  c10::str("got an optimizer on rank ", with, ", and none on rank ", without,
-                          ", whose stages have parameters to train"),
+                          ", which has parameters to train"),
                  ranks.where(), "Pass each rank's optimizer, or leave it out on all ranks."));
   return true;
 }

@@ -2,11 +2,15 @@
 
 #include <trireme/comm/agree.h>
 #include <trireme/common/error.h>
+#include <trireme/saving/content_text.h>
+#include <trireme/saving/part_exchange.h>
+#include <trireme/saving/redistribute_plan.h>
 
 #include <ATen/ATen.h>
 
 #include <filesystem>
-#include <nlohmann/json.hpp>
+#include <set>
+#include <unordered_map>
 #include <utility>
 
 // See [Note: saving and loading without gathering] in checkpoint.h.
@@ -29,26 +33,53 @@ std::string held_by(const std::string& file, const CheckpointIndex& index) {
   return "'" + first + "'" + (more > 0 ? " and " + std::to_string(more) + " more" : "");
 }
 
-// Returns a name that is in the lists of all ranks; empty if there is none. Ranks may have
-// different parts of a model under different names (experts).
-std::string foreign_to_all(const std::vector<std::string>& own, const CheckpointRanks& ranks) {
-  const std::string text = own.empty() ? "" : nlohmann::json(own).dump();
-  const std::vector<std::string> said = gather_texts(text, ranks);
-  std::map<std::string, size_t> counts;
-  for (const std::string& names : said)
-    if (!names.empty())
-      for (const auto& name : nlohmann::json::parse(names)) ++counts[name.get<std::string>()];
-  for (const auto& [name, count] : counts)
-    if (count == said.size()) return name;
-  return {};
+constexpr const char* kRestore = "Restore the file, or load another checkpoint.";
+
+// Returns tensors as the dtypes of their memory: what ranks exchange once it was read.
+std::vector<CheckpointTensor> as_they_lie(std::vector<CheckpointTensor> tensors) {
+  for (CheckpointTensor& tensor : tensors)
+    if (tensor.part.values.defined()) tensor.dtype = tensor.part.values.scalar_type();
+  return tensors;
 }
 
-constexpr const char* kRestore = "Restore the file, or load another checkpoint.";
+std::set<std::string> names_in(const PlacesByRank& places) {
+  std::set<std::string> names;
+  for (const auto& of_rank : places)
+    for (const TensorPlace& place : of_rank) names.insert(place.name);
+  return names;
+}
+
+PlacesByRank only(PlacesByRank places, const std::set<std::string>& names) {
+  for (auto& of_rank : places)
+    std::erase_if(of_rank, [&](const TensorPlace& it) { return names.count(it.name) == 0; });
+  return places;
+}
+
+std::vector<CheckpointTensor> tensors_named(std::vector<CheckpointTensor> tensors,
+                                            const std::set<std::string>& names, bool is_in) {
+  std::erase_if(tensors,
+                [&](const CheckpointTensor& it) { return (names.count(it.name) > 0) != is_in; });
+  return tensors;
+}
+
+// Returns the parts of `tensors` at these places.
+std::vector<CheckpointTensor> parts_at(const std::vector<TensorPlace>& places,
+                                       const std::vector<CheckpointTensor>& tensors) {
+  std::unordered_map<std::string, const CheckpointTensor*> by_name;
+  for (const CheckpointTensor& tensor : tensors) by_name[tensor.name] = &tensor;
+  std::vector<CheckpointTensor> parts;
+  for (const TensorPlace& place : places) {
+    const TensorPart& part = by_name.at(place.name)->part;
+    const at::Tensor values = values_in(part.values.detach(), part.first, *place.box);
+    parts.push_back({place.name, place.dtype, place.sizes, {values, place.box->first}});
+  }
+  return parts;
+}
 
 }  // namespace
 
-CheckpointReader::CheckpointReader(const std::string& path, CheckpointRanks ranks)
-    : ranks_(std::move(ranks)) {
+CheckpointReader::CheckpointReader(const std::string& path, CheckpointRanks ranks, bool reads_once)
+    : CheckpointSource(std::move(ranks)), reads_once_(reads_once) {
   together(ranks_, [&] {
     const CheckpointPlace place = find_checkpoint(path, ranks_.where());
     folder_ = place.folder;
@@ -163,6 +194,8 @@ void CheckpointReader::compare_saves() const {
            "Load from a disk that every rank sees.");
 }
 
+bool CheckpointReader::has(const std::string& kind) const { return kinds_.count(kind) > 0; }
+
 const std::map<std::string, CheckpointTensor>& CheckpointReader::tensors(
     const std::string& kind) const {
   static const std::map<std::string, CheckpointTensor> none;
@@ -175,55 +208,47 @@ std::string CheckpointReader::text(const std::string& name) const {
   return found == texts_.end() ? "" : found->second;
 }
 
-void CheckpointReader::check_one(const Kind& opened, const CheckpointTensor& tensor) const {
-  const std::string load = "Load a checkpoint of the same model.";
-  const auto found = opened.tensors.find(tensor.name);
-  if (found == opened.tensors.end())
-    refuse("a checkpoint without '" + tensor.name + "' in '" + folder_ + "'", load);
-  const CheckpointTensor& saved = found->second;
-  if (saved.dtype != tensor.dtype || saved.sizes != tensor.sizes)
-    refuse("'" + tensor.name + "' as " + describe(saved.dtype, saved.sizes) + " in '" + folder_ +
-               "', expected " + describe(tensor.dtype, tensor.sizes),
-           load);
-}
-
-void CheckpointReader::check(const std::string& kind,
-                             const std::vector<CheckpointTensor>& tensors) const {
-  std::vector<std::string> foreign;  // names that this rank does not have
-  together(ranks_, [&] {
-    const auto opened = kinds_.find(kind);
-    if (opened == kinds_.end())
-      refuse("a checkpoint without " + kind + " in '" + folder_ + "'", "Load another one.");
-    std::map<std::string, bool> expected;
-    for (const CheckpointTensor& tensor : tensors) {
-      check_one(opened->second, tensor);
-      expected[tensor.name] = true;
-    }
-    for (const auto& [name, saved] : opened->second.tensors)
-      if (expected.count(name) == 0) foreign.push_back(name);
-  });
-  const std::string name = foreign_to_all(foreign, ranks_);
-  if (!name.empty())
-    refuse("'" + name + "' in '" + folder_ + "', which the model does not have",
-           "Load a checkpoint of the same model.");
-}
-
 void CheckpointReader::read(const std::string& kind,
                             const std::vector<CheckpointTensor>& tensors) const {
+  if (reads_once_ && ranks_.where().world > 1) return read_once(kind, tensors);
   together(ranks_, [&] {
-    if (tensors.empty()) return;
-    const Kind& opened = kinds_.at(kind);
-    for (const CheckpointTensor& tensor : tensors) {
-      check_one(opened, tensor);
-      const Place place = opened.places.at(tensor.name);
-      const SafetensorsFile& file = opened.files[place.file];
-      file.read(file.header().entries[place.entry], tensor.part);
-    }
+    for (const CheckpointTensor& tensor : tensors) check_one(kind, tensor);
+    read_own(kind, tensors);
   });
 }
 
-void CheckpointReader::refuse(const std::string& got, const std::string& next_step) const {
-  TORCH_CHECK_VALUE(false, error_text("saving", "got " + got, ranks_.where(), next_step));
+void CheckpointReader::read_own(const std::string& kind,
+                                const std::vector<CheckpointTensor>& tensors) const {
+  if (tensors.empty()) return;
+  const Kind& opened = kinds_.at(kind);
+  for (const CheckpointTensor& tensor : tensors) {
+    const Place place = opened.places.at(tensor.name);
+    const SafetensorsFile& file = opened.files[place.file];
+    file.read(file.header().entries[place.entry], tensor.part);
+  }
 }
+
+void CheckpointReader::read_once(const std::string& kind,
+                                 const std::vector<CheckpointTensor>& tensors) const {
+  together(ranks_, [&] {
+    for (const CheckpointTensor& tensor : tensors) check_one(kind, tensor);
+  });
+  const std::vector<CheckpointTensor> needed = as_they_lie(tensors);
+  const auto all = gather_contents({{{kind, needed}}, {}}, ContentGoes::kToRanks, ranks_);
+  const PlacesByRank places = places_of(all, kind);
+  const PlacesByRank reads = plan_reads(places);
+  const std::set<std::string> shared = names_in(reads);
+  const std::vector<CheckpointTensor> own =
+      parts_at(reads[static_cast<size_t>(ranks_.where().rank)], needed);
+  together(ranks_, [&] {
+    read_own(kind, own);
+    read_own(kind, tensors_named(tensors, shared, /*is_in=*/false));
+  });
+  const RedistributePlan plan = plan_redistribute(
+      {.held = reads, .needed = only(places, shared), .hosts = hosts_of(all)}, ranks_.where());
+  PartExchange(plan, own, tensors_named(needed, shared, /*is_in=*/true), ranks_).run();
+}
+
+std::string CheckpointReader::place() const { return "in '" + folder_ + "'"; }
 
 }  // namespace trireme

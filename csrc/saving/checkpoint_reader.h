@@ -1,6 +1,6 @@
 #pragma once
 
-#include <trireme/saving/checkpoint.h>
+#include <trireme/saving/checkpoint_source.h>
 
 #include <cstdint>
 #include <map>
@@ -10,23 +10,18 @@
 namespace trireme {
 
 // An open checkpoint; see [Note: saving and loading without gathering] in checkpoint.h.
-class TRIREME_API CheckpointReader {
+class TRIREME_API CheckpointReader final : public CheckpointSource {
  public:
   // Collective. Throws ValueError for an incomplete checkpoint, naming file and tensor.
-  CheckpointReader(const std::string& path, CheckpointRanks ranks);
+  // `reads_once`: of what several ranks need each element is read by one of them, which sends it to
+  // the others, where else each rank reads it. The same on all ranks.
+  CheckpointReader(const std::string& path, CheckpointRanks ranks, bool reads_once = false);
 
-  // Returns the tensors of a kind, without parts, by name; none if the checkpoint has none.
-  const std::map<std::string, CheckpointTensor>& tensors(const std::string& kind) const;
-  // Returns kOptimizerText or kExtraText, a JSON object as it was saved; empty if there is none.
-  std::string text(const std::string& name) const;
-
-  // Checks that the `tensors` of all ranks together are the checkpoint's tensors, whatever their
-  // parts. Collective; throws ValueError naming a tensor that is missing, that no rank has, or that
-  // has another dtype or shape.
-  void check(const std::string& kind, const std::vector<CheckpointTensor>& tensors) const;
-
-  // Reads into the parts, in place. Collective; after a failure some may have been read.
-  void read(const std::string& kind, const std::vector<CheckpointTensor>& tensors) const;
+  bool has(const std::string& kind) const override;
+  const std::map<std::string, CheckpointTensor>& tensors(const std::string& kind) const override;
+  // Returns a text as it was saved.
+  std::string text(const std::string& name) const override;
+  void read(const std::string& kind, const std::vector<CheckpointTensor>& tensors) const override;
 
  private:
   struct Place {
@@ -46,12 +41,13 @@ class TRIREME_API CheckpointReader {
   void open(const std::string& kind, const CheckpointIndex& index);
   void take_file(Kind& opened, const CheckpointIndex& index, SafetensorsFile file,
                  const std::string& name) const;
-  void check_one(const Kind& opened, const CheckpointTensor& tensor) const;
   void compare_saves() const;
-  [[noreturn]] void refuse(const std::string& got, const std::string& next_step) const;
+  std::string place() const override;
+  void read_own(const std::string& kind, const std::vector<CheckpointTensor>& tensors) const;
+  void read_once(const std::string& kind, const std::vector<CheckpointTensor>& tensors) const;
 
   std::string folder_;
-  CheckpointRanks ranks_;
+  bool reads_once_;
   std::map<std::string, Kind> kinds_;
   std::map<std::string, std::string> texts_;  // by file name
 };

@@ -22,7 +22,7 @@ class Optimizer;
 
 namespace trireme {
 
-class CheckpointReader;
+class CheckpointSource;
 
 // The interfaces by which strategies describe themselves to saving/. Saving asks modules and
 // optimizers by dynamic_cast, so that it knows no strategy, and no strategy knows files.
@@ -73,10 +73,10 @@ class TRIREME_API HoldsCodes {
   // none to be saved.
   virtual std::optional<std::vector<CheckpointTensor>> codes_to_save() const = 0;
   // Throws ValueError, naming the parameter, if a checkpoint has codes of other shapes.
-  virtual void check_codes(const CheckpointReader& checkpoint) const = 0;
+  virtual void check_codes(const CheckpointSource& checkpoint) const = 0;
   // Takes over the codes of a checkpoint; those of other numbers of senders as the mean. Begins
   // with zeros where it has none of this method, and says so once. Collective.
-  virtual void load_codes(const CheckpointReader& checkpoint) = 0;
+  virtual void load_codes(const CheckpointSource& checkpoint) = 0;
 };
 
 // A wrapper that is no part of the model (DistributedDataParallel).

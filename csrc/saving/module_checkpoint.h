@@ -27,6 +27,9 @@ struct LoadCheckpointOptions {
   torch::optim::Optimizer* optimizer = nullptr;
   // The ranks that load together; null: those of the Pipeline, or of the last trireme::init().
   std::shared_ptr<Communicator> communicator = nullptr;
+  // Whether of what several ranks need each element is read by one of them, which sends it to the
+  // others. For a disk that is slower than the network between the ranks. The same on all ranks.
+  bool read_once = false;
 };
 
 // Keeps the parameters and buffers of a module and the state of its optimizer, in the files that

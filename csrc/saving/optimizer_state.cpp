@@ -95,7 +95,8 @@ StateJson group_to_save(const NamedOptimizer& optimizer, size_t number) {
 
 // Returns a parameter's entry in the text, null without a state; adds its tensors to `tensors`.
 StateJson state_to_save(const NamedOptimizer& optimizer, const SteppedParam& stepped,
-                        const OptimizerOptions& options, std::vector<CheckpointTensor>& tensors) {
+                        const OptimizerOptions& options, RankOf rows,
+                        std::vector<CheckpointTensor>& tensors) {
   OptimizerParamState* state = state_of(*optimizer.stepping, stepped.target);
   if (state == nullptr) return nullptr;
   if (!optimizer.fields->keeps(*state))
@@ -121,7 +122,7 @@ StateJson state_to_save(const NamedOptimizer& optimizer, const SteppedParam& ste
         refuse_optimizer("optimizer state '" + name + "' of sizes " + c10::str(value.sizes()) +
                              ", expected " + c10::str(stepped.target.sizes()),
                          "Step the optimizer of this model, or clear its state.", optimizer.where);
-      tensors.push_back(part_to_save(name, value, stepped.held, optimizer.where));
+      tensors.push_back(part_to_save(name, value, stepped.held, rows));
     }
     names.push_back(field.name);
   }
@@ -173,14 +174,14 @@ NamedOptimizer name_optimizer(Optimizer& optimizer,
   return named;
 }
 
-OptimizerToSave optimizer_to_save(const NamedOptimizer& optimizer) {
+OptimizerToSave optimizer_to_save(const NamedOptimizer& optimizer, RankOf rows) {
   OptimizerToSave saved;
   StateJson text{{"param_groups", StateJson::array()}, {"state", StateJson::object()}};
   for (size_t g = 0; g < optimizer.groups.size(); ++g) {
     text["param_groups"].push_back(group_to_save(optimizer, g));
     const OptimizerOptions& options = optimizer.shown->param_groups()[g].options();
     for (const SteppedParam& param : optimizer.groups[g]) {
-      StateJson state = state_to_save(optimizer, param, options, saved.tensors);
+      StateJson state = state_to_save(optimizer, param, options, rows, saved.tensors);
       if (!state.is_null()) text["state"][param.name] = std::move(state);
     }
   }
@@ -259,16 +260,16 @@ void take_options(const NamedOptimizer& optimizer, const StateJson& saved,
 
 }  // namespace
 
-OptimizerToLoad::OptimizerToLoad(const NamedOptimizer& optimizer, const CheckpointReader& reader)
+OptimizerToLoad::OptimizerToLoad(const NamedOptimizer& optimizer, const CheckpointSource& source)
     : optimizer_(optimizer),
-      text_(std::make_shared<const Text>(reader.text(kOptimizerText), optimizer.where)) {
+      text_(std::make_shared<const Text>(source.text(kOptimizerText), optimizer.where)) {
   check_groups(*text_);
   for (size_t g = 0; g < optimizer.groups.size(); ++g) {
     const auto options = optimizer.shown->param_groups()[g].options().clone();
     take_options(optimizer, text_->groups[g].all, *options);
     for (const SteppedParam& param : optimizer.groups[g])
       if (param.target.defined())
-        states_.emplace_back(param.target, plan(param, *options, *text_, reader));
+        states_.emplace_back(param.target, plan(param, *options, *text_, source));
   }
 }
 
@@ -296,7 +297,7 @@ void OptimizerToLoad::check_groups(const Text& text) const {
 // Makes the state that a parameter will have, with memory that is read into later; null: no state.
 OptimizerToLoad::State OptimizerToLoad::plan(const SteppedParam& stepped,
                                              const OptimizerOptions& options, const Text& text,
-                                             const CheckpointReader& reader) {
+                                             const CheckpointSource& source) {
   const std::string name = class_name(*optimizer_.stepping);
   const auto entry = text.states.find(stepped.name);
   if (entry == text.states.end()) {
@@ -329,7 +330,7 @@ OptimizerToLoad::State OptimizerToLoad::plan(const SteppedParam& stepped,
              "Load it into an optimizer of the class that was saved.");
     **count = value.get<int64_t>();
   }
-  const auto& known = reader.tensors(kOptimizerTensors);
+  const auto& known = source.tensors(kOptimizerTensors);
   for (const std::string& key : entry->second.tensors) {
     const StateField field = take_field(key);
     const auto saved = known.find(stepped.name + "." + key);

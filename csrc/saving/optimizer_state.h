@@ -2,7 +2,7 @@
 
 #include <trireme/common/error.h>
 #include <trireme/common/export.h>
-#include <trireme/saving/checkpoint_reader.h>
+#include <trireme/saving/checkpoint_source.h>
 #include <trireme/saving/held_parts.h>
 #include <trireme/saving/optimizer_fields.h>
 
@@ -62,15 +62,16 @@ struct OptimizerToSave {
   std::vector<CheckpointTensor> tensors;
   std::string text;  // optimizer.json
 };
-// Returns this rank's part of a state. Throws ValueError for a state that Python cannot read.
-OptimizerToSave optimizer_to_save(const NamedOptimizer& optimizer);
+// Returns this rank's part of a state; of tensors that all ranks have the rows that torch.chunk
+// gives to `rows`: {0, 1} is all of them. Throws ValueError for a state that Python cannot read.
+OptimizerToSave optimizer_to_save(const NamedOptimizer& optimizer, RankOf rows);
 
-// An optimizer's state while it is loaded from files:
+// An optimizer's state while it is loaded:
 //
-//   OptimizerToLoad loaded(optimizer, reader);    // checks all that the text says
-//   reader.read(kOptimizerTensors, loaded.counts());
+//   OptimizerToLoad loaded(optimizer, source);    // checks all that the text says
+//   source.read(kOptimizerTensors, loaded.counts());
 //   loaded.take_counts();
-//   reader.read(kOptimizerTensors, loaded.tensors());
+//   source.read(kOptimizerTensors, loaded.tensors());
 //   loaded.put();
 //
 // Reads in place into memory that the optimizer has already; before that nothing is changed.
@@ -78,7 +79,7 @@ class OptimizerToLoad {
  public:
   // Throws ValueError for the state of other parameters or groups, or of another class, naming
   // them. `optimizer` must outlive this.
-  OptimizerToLoad(const NamedOptimizer& optimizer, const CheckpointReader& reader);
+  OptimizerToLoad(const NamedOptimizer& optimizer, const CheckpointSource& source);
 
   const std::vector<CheckpointTensor>& counts() const { return counts_; }
   const std::vector<CheckpointTensor>& tensors() const { return tensors_; }
@@ -92,7 +93,7 @@ class OptimizerToLoad {
   class Text;
   void check_groups(const Text& text) const;
   State plan(const SteppedParam& stepped, const torch::optim::OptimizerOptions& options,
-             const Text& text, const CheckpointReader& reader);
+             const Text& text, const CheckpointSource& source);
   void plan_tensor(const SteppedParam& stepped, const StateField& field,
                    const CheckpointTensor& saved);
   at::Tensor memory_for(const SteppedParam& stepped, const StateField& field,

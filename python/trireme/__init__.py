@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     )
     from trireme._pipeline.skips import Namespace, pop, skippable, stash
     from trireme._saving.checkpoint import load_checkpoint, save_checkpoint
+    from trireme._saving.redistribute import redistribute
     from trireme.dp import DataParallel
     from trireme.fsdp import (
         CPUOffloadPolicy,
@@ -111,6 +112,7 @@ _LAZY = {
     "trireme._pipeline.losses": ("CollectedLosses", "collect_losses", "pipeline_loss"),
     "trireme._pipeline.skips": ("Namespace", "pop", "skippable", "stash"),
     "trireme._saving.checkpoint": ("load_checkpoint", "save_checkpoint"),
+    "trireme._saving.redistribute": ("redistribute",),
     "trireme.dp": ("DataParallel",),
     "trireme.fsdp": (
         *("CPUOffloadPolicy", "DataParallelMeshDims", "FSDPModule", "GradientReductionHandle"),
@@ -195,6 +197,7 @@ __all__ = [
     "place",
     "pop",
     "rank_generator",
+    "redistribute",
     "reduce_add_coalesced",
     "register_fsdp_forward_method",
     "replicate",

@@ -21,7 +21,7 @@ std::string steps_of(const Ddp& ddp, const std::string& prefix) {
   return "steps:" + prefix + name_of(ddp.coder()->compression());
 }
 
-bool has(const CheckpointReader& checkpoint, const std::string& name) {
+bool has(const CheckpointSource& checkpoint, const std::string& name) {
   return checkpoint.tensors(kCompressionTensors).contains(name);
 }
 
@@ -55,7 +55,7 @@ void say_that_codes_begin_anew(const Ddp& ddp, const char* why) {
 
 // Reads the residuals that this rank codes with: of its sender, or the mean over the senders that
 // there were.
-void read_residuals(const CheckpointReader& checkpoint, std::vector<KeptPart>& parts,
+void read_residuals(const CheckpointSource& checkpoint, std::vector<KeptPart>& parts,
                     const std::string& prefix, int64_t senders, int64_t saved) {
   const bool is_mean = senders != saved;
   for (int64_t sender = 0; sender < (is_mean ? saved : 1); ++sender) {
@@ -76,7 +76,7 @@ void read_residuals(const CheckpointReader& checkpoint, std::vector<KeptPart>& p
 }
 
 // Reads what a method keeps beside its residuals.
-void read_others(const CheckpointReader& checkpoint, std::vector<KeptPart>& parts,
+void read_others(const CheckpointSource& checkpoint, std::vector<KeptPart>& parts,
                  const std::string& prefix, int64_t senders, int64_t saved) {
   Tensors needed;
   std::vector<std::pair<KeptPart*, at::Tensor>> thresholds;
@@ -121,7 +121,7 @@ std::optional<Tensors> codes_to_save(const Ddp& ddp, const std::string& prefix) 
   return tensors;
 }
 
-void check_codes(const Ddp& ddp, const CheckpointReader& checkpoint, const std::string& prefix) {
+void check_codes(const Ddp& ddp, const CheckpointSource& checkpoint, const std::string& prefix) {
   if (ddp.coder() == nullptr || !has(checkpoint, steps_of(ddp, prefix))) return;
   const auto& known = checkpoint.tensors(kCompressionTensors);
   for (const ParameterInfo& info : layout_of(ddp).infos()) {
@@ -138,7 +138,7 @@ void check_codes(const Ddp& ddp, const CheckpointReader& checkpoint, const std::
   }
 }
 
-void load_codes(const Ddp& ddp, const CheckpointReader& checkpoint, const std::string& prefix) {
+void load_codes(const Ddp& ddp, const CheckpointSource& checkpoint, const std::string& prefix) {
   GradientCoder* coder = ddp.coder();
   if (coder == nullptr) return;
   coder->forget();

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <trireme/saving/checkpoint_reader.h>
+#include <trireme/saving/checkpoint_source.h>
 #include <trireme/saving/held_parts.h>
 #include <trireme/strategies/ddp/ddp.h>
 
@@ -24,9 +24,9 @@ TRIREME_API std::vector<KeptPart> kept_codes(const Ddp& ddp);
 // See HoldsCodes.
 TRIREME_API std::optional<std::vector<CheckpointTensor>> codes_to_save(const Ddp& ddp,
                                                                        const std::string& prefix);
-TRIREME_API void check_codes(const Ddp& ddp, const CheckpointReader& checkpoint,
+TRIREME_API void check_codes(const Ddp& ddp, const CheckpointSource& checkpoint,
                              const std::string& prefix);
-TRIREME_API void load_codes(const Ddp& ddp, const CheckpointReader& checkpoint,
+TRIREME_API void load_codes(const Ddp& ddp, const CheckpointSource& checkpoint,
                             const std::string& prefix);
 
 // The codes of a C++ module in DistributedDataParallel.
@@ -35,10 +35,10 @@ class DdpCodes : public HoldsCodes {
   std::optional<std::vector<CheckpointTensor>> codes_to_save() const override {
     return trireme::codes_to_save(codes_of(), {});
   }
-  void check_codes(const CheckpointReader& checkpoint) const override {
+  void check_codes(const CheckpointSource& checkpoint) const override {
     trireme::check_codes(codes_of(), checkpoint, {});
   }
-  void load_codes(const CheckpointReader& checkpoint) override {
+  void load_codes(const CheckpointSource& checkpoint) override {
     trireme::load_codes(codes_of(), checkpoint, {});
   }
 

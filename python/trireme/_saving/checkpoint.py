@@ -4,39 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import ExitStack
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trireme import _C
-from trireme._C import CheckpointReader, CheckpointTensor
+from trireme._C import CheckpointReader
 from trireme._core.compression import coders_in
 from trireme._core.errors import Area
 from trireme._core.meshes import group_over
 from trireme._core.owners import group_of_stages
-from trireme._core.writing import sharding_optimizers, writing, writing_shards
-from trireme._saving.optimizer import FILE, KIND, LoadedOptimizer, OptimizerParts, plain_json
-from trireme._saving.own_ways import (
-    TensorsElsewhere,
-    expect_plain_states,
-    finish_loading,
-    has_to_finish,
-)
-from trireme._saving.parts import (
-    Ranks,
-    model_to_load,
-    model_to_save,
-    named_tensors,
-    plain_model,
-)
-from trireme._saving.stages import names_of_all, some_rank_has
+from trireme._saving.content import content_of, load_content
+from trireme._saving.optimizer import plain_json
+from trireme._saving.parts import Ranks, plain_model
+from trireme._saving.stages import has_stages, some_rank_has
 
-_MODEL = "model"
 _EXTRA = "extra.json"
 _CODES = "compression"
 
@@ -85,29 +70,21 @@ def save_checkpoint(
     Collective.
     """
     ranks = Ranks(_group_for(model, optimizer, process_group))
-    tensors: dict[str, list[CheckpointTensor]] = {}
-    texts: dict[str, str] = {}
-    some_rank_has(optimizer, model, ranks)
+    if has_stages(model):
+        some_rank_has(optimizer, model, ranks)
     with ranks.together():
-        expect_plain_states(model, ranks)
-        tensors[_MODEL] = [
-            *model_to_save(model, ranks),
-            *TensorsElsewhere(model).to_save(ranks),
-        ]
-        if optimizer is not None:
-            parts = OptimizerParts(optimizer, named_tensors(model, ranks), ranks)
-            tensors[KIND], texts[FILE] = parts.to_save()
+        content = content_of(model, optimizer, ranks)
         for prefix, core in coders_in(model):
             kept = core.codes_to_save(prefix)
             if kept is not None:
-                tensors.setdefault(_CODES, []).extend(kept)
+                content.tensors.setdefault(_CODES, []).extend(kept)
         if extra is not None and ranks.rank == 0:
-            texts[_EXTRA] = json.dumps(plain_json(extra, "`extra`", ranks))
+            content.texts[_EXTRA] = json.dumps(plain_json(extra, "`extra`", ranks))
     _C.save_checkpoint(
         os.fspath(path),
         ranks.core,
-        tensors=tensors,
-        texts=texts,
+        tensors=content.tensors,
+        texts=content.texts,
         max_file_bytes=max_file_bytes,
     )
 
@@ -118,6 +95,7 @@ def load_checkpoint(
     optimizer: Optimizer | None = None,
     *,
     process_group: dist.ProcessGroup | None = None,
+    read_once: bool = False,
 ) -> dict[str, Any]:
     """Loads what ``save_checkpoint`` has saved, under whatever strategy; returns its ``extra``.
 
@@ -132,6 +110,9 @@ def load_checkpoint(
         model: as for ``save_checkpoint``, of the same names, shapes and dtypes.
         optimizer: of the same class and parameter groups; may be left out.
         process_group: the ranks that load; by default those of the model, or all.
+        read_once: of what several ranks need each byte is read by one of them, which sends it to
+            the others. For a disk that is slower than the network between the ranks, such as one
+            that many hosts read from. The same on all ranks.
 
     Raises:
         ValueError: a file is missing, cut or of another save; another model or optimizer.
@@ -141,53 +122,10 @@ def load_checkpoint(
     Whatever is raised is raised on all ranks. Collective.
     """
     ranks = Ranks(_group_for(model, optimizer, process_group))
-    reader = CheckpointReader(os.fspath(path), ranks.core)
-    with ranks.together():
-        expect_plain_states(model, ranks)
-        elsewhere = TensorsElsewhere(model)
-        needed = [*model_to_load(model, ranks), *elsewhere.to_load(ranks)]
-    reader.check(_MODEL, needed)
-    coders = coders_in(model)
-    with ranks.together():
-        for prefix, core in coders:
-            core.check_codes(reader, prefix)
-    has_optimizer = some_rank_has(optimizer, model, ranks)
-    loaded = _read_optimizer(model, optimizer, ranks, reader) if has_optimizer else None
-    plain = plain_model(model)
-    with writing_shards(plain), torch.no_grad():
-        reader.read(_MODEL, [*model_to_load(model, ranks), *elsewhere.to_load(ranks)])
-        with ranks.together():
-            elsewhere.put()
-    if has_to_finish(model):  # all ranks have whole parameters by now
-        with ExitStack() as stack, torch.no_grad():
-            for optimizer_ in sharding_optimizers(plain):
-                stack.enter_context(writing(optimizer_))
-            with ranks.together():
-                finish_loading(model, ranks)
-    if has_optimizer:
-        with ranks.together():
-            if loaded is not None:
-                loaded.put_into_optimizer()
-    for prefix, core in coders:
-        core.load_codes(reader, prefix)
+    reader = CheckpointReader(os.fspath(path), ranks.core, reads_once=read_once)
+    load_content(reader, model, optimizer, ranks, asks=has_stages(model), coders=coders_in(model))
     text = reader.text(_EXTRA)
     return json.loads(text) if text else {}
-
-
-def _read_optimizer(
-    model: nn.Module, optimizer: Optimizer | None, ranks: Ranks, reader: CheckpointReader
-) -> LoadedOptimizer | None:
-    """Reads this rank's part, to be put in place; None where it has no optimizer."""
-    parts = loaded = None
-    with ranks.together():
-        if optimizer is not None:
-            parts = OptimizerParts(optimizer, named_tensors(model, ranks), ranks)
-    names = names_of_all(parts, model, ranks)
-    with ranks.together():
-        if parts is not None:
-            loaded = parts.to_load(reader, names)
-    reader.read(KIND, [] if loaded is None else loaded.tensors)
-    return loaded
 
 
 def _expect_living(stages: dist.ProcessGroup) -> None:

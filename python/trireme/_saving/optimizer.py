@@ -12,7 +12,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trireme._C import CheckpointReader, CheckpointTensor
+from trireme._C import CheckpointSource, CheckpointTensor
 from trireme._core.fused_optimizer import loaded_state_dtype
 from trireme._core.owners import ShardedOptimizer, hyperparameters
 from trireme._saving.parts import (
@@ -38,7 +38,8 @@ class Stepped:
     """The parameter, or this rank's shard of it."""
     part: Part
     owner: int | None
-    """The rank that speaks for all about what is no part; None: all ranks say the same."""
+    """The rank of a sharded optimizer's group that speaks for all about what is no part; None: all
+    ranks say the same."""
 
 
 class OptimizerParts:
@@ -133,7 +134,8 @@ class OptimizerParts:
         if stepped.owner is None:
             part = whole(local.shape, is_shared=stepped.part.is_shared)
             return part.to_save(name, local, self.ranks)
-        own = local if stepped.owner == self.ranks.rank else None
+        assert self.sharded is not None
+        own = local if stepped.owner == self.sharded.rank else None
         return CheckpointTensor(name, local.dtype, list(local.shape), own)
 
     # loading
@@ -142,21 +144,21 @@ class OptimizerParts:
         """The parameters of each group."""
         return [{param.name for param in group} for group in self.groups]
 
-    def to_load(self, reader: CheckpointReader, names: list[set[str]]) -> LoadedOptimizer:
+    def to_load(self, source: CheckpointSource, names: list[set[str]]) -> LoadedOptimizer:
         """Memory for this rank's part of a saved state: that of the present one, where it has.
         ``names`` are those of all ranks' parameters, by group.
 
         Raises:
             ValueError: it is that of other parameters.
         """
-        text = reader.text(FILE)
+        text = source.text(FILE)
         if not text:
             self.ranks.refuse(
                 "got a checkpoint without an optimizer", "Leave the optimizer out, or save one."
             )
         saved = json.loads(text)
         self._check_groups(saved["param_groups"], names)
-        known = reader.tensors(KIND)
+        known = source.tensors(KIND)
         loaded = LoadedOptimizer(self, saved["param_groups"])
         for stepped in (param for group in self.groups for param in group):
             entry = saved["state"].get(stepped.name)

@@ -27,9 +27,11 @@ from trireme._core.owners import (
 
 
 class Ranks:
-    """Who saves or loads together."""
+    """Who saves or loads together. ``shares_writing``: of what all ranks have, each writes its
+    rows; else each lists all of it."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, *, shares_writing: bool = True) -> None:
+        self.shares_writing = shares_writing
         self.rank = 0 if group is None else group.rank()
         self.world = 1 if group is None else group.size()
         self.members = {0} if group is None else set(dist.get_process_group_ranks(group))
@@ -37,6 +39,10 @@ class Ranks:
         communicator = None if group is None else communicator_of(group)
         self.core = CheckpointRanks(communicator, device)
         self._communicator, self._device = communicator, device
+
+    def any(self, said: bool) -> bool:
+        """Whether a rank says so. Collective."""
+        return any(self.say_to_all("yes" if said else ""))
 
     def say_to_all(self, text: str) -> list[str]:
         """Returns what every rank says, by rank. Collective."""
@@ -100,7 +106,7 @@ class Part:
 
     def to_save(self, name: str, values: torch.Tensor, ranks: Ranks) -> CheckpointTensor:
         """``values`` are to be written; of what all ranks have, each writes its rows."""
-        if not self.is_shared:
+        if not (self.is_shared and ranks.shares_writing):
             return self.to_load(name, values)
         if not self.shape:
             own = values if ranks.rank == 0 else None
@@ -281,7 +287,7 @@ def model_to_save(model: nn.Module, ranks: Ranks) -> list[CheckpointTensor]:
 def tensor_to_save(named: NamedTensor, ranks: Ranks) -> CheckpointTensor:
     name, tensor = named.name, named.tensor
     part = part_of(named, ranks)
-    if named.is_buffer and part.is_shared:
+    if named.is_buffer and part.is_shared and ranks.shares_writing:
         own = tensor.detach() if ranks.rank == 0 else None
         return CheckpointTensor(name, tensor.dtype, list(tensor.shape), own)
     return part.to_save(name, held_of(tensor), ranks)

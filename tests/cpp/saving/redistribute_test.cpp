@@ -2,9 +2,12 @@
 
 #include <trireme/saving/redistribute.h>
 
+#include <trireme/saving/checkpoint_reader.h>
+
 #include <catch_torch.h>
 #include <mutex>
 #include <string>
+#include <temporary_folder.h>
 #include <thread_ranks.h>
 #include <vector>
 
@@ -227,6 +230,37 @@ TEST_CASE("an exception of one rank in the middle is raised on all") {
         std::chrono::seconds(30), engine);
     CHECK(wrong.found() == Strings());
   }
+}
+
+TEST_CASE("a reader that reads once gives every rank what reading by each gives") {
+  const TemporaryFolder folder;
+  const at::Tensor matrix = whole_of(at::kFloat, {7, 5}, 3), line = whole_of(at::kLong, {9}, 4);
+  const CheckpointContent content{
+      {{kModelTensors,
+        {{"matrix", at::kFloat, {7, 5}, {matrix}}, {"line", at::kLong, {9}, {line}}}}},
+      {}};
+  save_checkpoint({folder.at("checkpoint"), content}, {});
+  Wrong wrong;
+  run_thread_ranks(
+      3,
+      [&](ThreadRank& rank) {
+        const int64_t own = rank.where.rank;
+        // Two ranks need all of a matrix, one its last rows, and each another dtype of the line.
+        const auto dtype = own == 0 ? at::kLong : at::kInt;
+        const CheckpointTensor expected =
+            own == 2 ? rows_of("matrix", matrix, 2, 3)
+                     : CheckpointTensor{"matrix", at::kFloat, {7, 5}, {matrix}};
+        const CheckpointTensor expected_line{"line", at::kLong, {9}, {line.to(dtype)}};
+        const std::vector<CheckpointTensor> got{to_fill(expected), to_fill(expected_line)};
+        const CheckpointReader reader(folder.at("checkpoint"), {rank.communicator},
+                                      /*reads_once=*/true);
+        reader.check(kModelTensors, got);
+        reader.read(kModelTensors, got);
+        wrong.unless_filled(got[0], expected);
+        wrong.unless_filled(got[1], expected_line);
+      },
+      std::chrono::seconds(30), Engine::kShm);
+  CHECK(wrong.found() == Strings());
 }
 
 }  // namespace trireme::redistribute_test

@@ -179,6 +179,55 @@ def test_others_go_on_where_a_pipeline_stopped_and_back(tmp_path: Path) -> None:
                 run_on_ranks(world=world, program=_go_on, case={**case, "is_exact": is_exact})
 
 
+@on_shm_ranks(2, timeout=60)
+def test_a_pipeline_becomes_another_cut_and_strategy_in_memory(rank: int) -> None:
+    """Layers move from rank to rank with the optimizer's state, and back."""
+    expected = losses_without_a_break()
+
+    def becomes(source: Trained, strategy: str, **options: Any) -> Trained:
+        target = Trained(strategy, elsewhere=True, **options)
+        trireme.redistribute(source.net, target.net, source.optimizer, target.optimizer)
+        return target
+
+    source = Trained("pipeline", schedule="1f1b")
+    for step in range(BREAK):
+        source.train(step)
+    moved = becomes(source, "pipeline", balance=[2, 7])
+    for target in (
+        becomes(moved, "pipeline", schedule="zb-v"),
+        becomes(becomes(moved, "fsdp"), "pipeline"),
+        becomes(source, "zero2"),
+        moved,
+    ):
+        for step in range(BREAK, STEPS):
+            loss = target.train(step)
+            if target.is_exact:
+                assert_bits(loss, expected[step], step)
+            torch.testing.assert_close(loss, expected[step])
+
+
+class CountsLoads(Scaled):
+    """Loads in a way of its own."""
+
+    loads = 0
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self.loads += 1
+
+
+@on_shm_ranks(2)
+def test_a_layer_of_one_stage_that_loads_in_its_own_way(rank: int, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    trained = Trained("pipeline", lambda: nn.Sequential(CountsLoads(), *tanh_layers(5)))
+    trained.save(path)
+    for loads in (1, 2):
+        trained.load(path)
+        own = [layer for layer in trained.net.modules() if isinstance(layer, CountsLoads)]
+        assert [layer.loads for layer in own] == ([loads] if rank == 0 else [])
+        trained.train(loads)  # the group is whole
+
+
 def _index(path: Path, kind: str) -> set[str]:
     return set(json.loads((path / f"{kind}.safetensors.index.json").read_text())["weight_map"])
 

@@ -1,0 +1,283 @@
+#include <trireme/saving/module_content.h>
+
+#include <trireme/comm/launch/launch.h>
+#include <trireme/common/error.h>
+#include <trireme/saving/held_parts.h>
+#include <trireme/saving/optimizer_state.h>
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace trireme {
+namespace {
+
+// Finds the outermost modules in a module, itself included, that hold parts.
+void find_holders(torch::nn::Module& module, std::vector<HoldsParts*>& found) {
+  if (auto* holder = dynamic_cast<HoldsParts*>(&module)) return found.push_back(holder);
+  for (const auto& child : module.children()) find_holders(*child, found);
+}
+
+// Adds all parameters and buffers of this rank's stages, which other ranks may not have.
+void add_stages(const torch::nn::Module& module, HeldParts& parts) {
+  for (const auto& items : {module.named_parameters(), module.named_buffers()}) {
+    for (const auto& item : items) {
+      const at::Tensor& tensor = item.value();
+      const auto dims = static_cast<size_t>(tensor.dim());
+      parts.try_emplace(tensor.unsafeGetTensorImpl(),
+                        HeldPart{tensor, tensor.sizes().vec(), std::vector<int64_t>(dims, 0)});
+    }
+  }
+}
+
+HeldParts parts_in(const torch::nn::Module& module, const torch::optim::Optimizer* optimizer) {
+  HeldParts parts;
+  const auto add = [&](const auto* object) {
+    if (const auto* holder = dynamic_cast<const HoldsParts*>(object)) holder->add_parts(parts);
+  };
+  add(&module);
+  for (const auto& child : module.modules(/*include_self=*/false)) add(child.get());
+  if (optimizer != nullptr) add(optimizer);
+  if (dynamic_cast<const HoldsStages*>(&module) != nullptr) add_stages(module, parts);
+  return parts;
+}
+
+// Returns the name of a tensor in the whole module.
+std::string name_in_whole(const torch::nn::Module& module, const std::string& name) {
+  const auto* stages = dynamic_cast<const HoldsStages*>(&module);
+  if (stages == nullptr) return name;
+  const auto found = stages->names_in_whole().find(name);
+  return found == stages->names_in_whole().end() ? name : found->second;
+}
+
+const HeldPart* part_of(const HeldParts& parts, const at::Tensor& tensor) {
+  const auto found = parts.find(tensor.unsafeGetTensorImpl());
+  return found == parts.end() ? nullptr : &found->second;
+}
+
+// Returns the tensors that this rank writes of a module, or reads if `loads`.
+std::vector<CheckpointTensor> tensors_of(const torch::nn::Module& module, const HeldParts& parts,
+                                         RankOf where, bool loads) {
+  std::unordered_set<const at::TensorImpl*> seen;  // tied tensors are listed once
+  std::vector<CheckpointTensor> tensors;
+  for (const auto& item : module.named_parameters()) {
+    const at::Tensor& tensor = item.value();
+    if (!seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
+    const HeldPart* held = part_of(parts, tensor);
+    const at::Tensor& values = held != nullptr ? held->values : tensor;
+    const std::string name = name_in_whole(module, item.key());
+    tensors.push_back(loads ? part_to_load(name, tensor.scalar_type(), values, held)
+                            : part_to_save(name, values, held, where));
+  }
+  for (const auto& item : module.named_buffers()) {
+    const at::Tensor& tensor = item.value();
+    if (!seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
+    const HeldPart* held = part_of(parts, tensor);
+    const std::string name = name_in_whole(module, item.key());
+    tensors.push_back(part_to_load(name, tensor.scalar_type(), tensor, held));
+    if (!loads && held == nullptr && where.rank != 0) tensors.back().part = {};
+  }
+  return tensors;
+}
+
+std::unordered_map<const at::TensorImpl*, std::string> names_in(const torch::nn::Module& module) {
+  std::unordered_map<const at::TensorImpl*, std::string> names;
+  for (const auto& item : module.named_parameters())
+    names.try_emplace(item.value().unsafeGetTensorImpl(), name_in_whole(module, item.key()));
+  return names;
+}
+
+bool has_stages(const torch::nn::Module* module) {
+  return dynamic_cast<const HoldsStages*>(module) != nullptr;
+}
+
+// Returns whether any rank has an optimizer. Collective. Throws ValueError on all ranks if one has
+// an optimizer and another one, with parameters to train, none.
+bool some_rank_has_optimizer(const TrainedModule& trained, const CheckpointRanks& ranks) {
+  const std::vector<at::Tensor> all = trained.module == nullptr
+                                          ? std::vector<at::Tensor>()
+                                          : plain_module(*trained.module).parameters();
+  const bool trains =
+      std::any_of(all.begin(), all.end(), [](const at::Tensor& it) { return it.requires_grad(); });
+  return some_rank_has_optimizer(trained.optimizer != nullptr, trains, ranks);
+}
+
+// Adds the names of all ranks' parameters to `names`, by group. Collective.
+void gather_names(std::vector<std::set<std::string>>& names, const CheckpointRanks& ranks) {
+  for (const std::string& text : gather_texts(nlohmann::json(names).dump(), ranks)) {
+    const auto theirs = nlohmann::json::parse(text).get<std::vector<std::set<std::string>>>();
+    if (names.size() < theirs.size()) names.resize(theirs.size());
+    for (size_t group = 0; group < theirs.size(); ++group)
+      names[group].insert(theirs[group].begin(), theirs[group].end());
+  }
+}
+
+// Calls `write` in a phase in which parts may be written.
+template <typename Write>
+void write_parts(const std::vector<HoldsParts*>& holders, const Write& write) {
+  std::vector<HoldsParts*> begun;
+  try {
+    for (HoldsParts* holder : holders) {
+      holder->begin_writing();
+      begun.push_back(holder);
+    }
+    write();
+  } catch (const std::exception& error) {
+    for (HoldsParts* holder : begun) holder->abandon_writing(error.what());
+    throw;
+  }
+  for (HoldsParts* holder : holders) holder->end_writing();
+}
+
+// A state of an optimizer that is loaded in two steps: what it counts, then its tensors.
+class OptimizerLoading {
+ public:
+  // Collective. `asks`: whether ranks may have different parameters.
+  OptimizerLoading(const CheckpointSource& source, const TrainedModule& trained,
+                   const HeldParts& parts, bool asks, const CheckpointRanks& ranks)
+      : source_(source) {
+    std::vector<std::set<std::string>> names;
+    together(ranks, [&] {
+      if (trained.optimizer == nullptr) return;
+      named_ = name_optimizer(*trained.optimizer, names_in(plain_module(*trained.module)), parts,
+                              ranks.where());
+      names = named_->names;
+    });
+    if (asks) gather_names(names, ranks);
+    together(ranks, [&] {
+      if (!named_) return;
+      named_->names = names;
+      loaded_.emplace(*named_, source);
+    });
+    source.read(kOptimizerTensors, loaded_ ? loaded_->counts() : std::vector<CheckpointTensor>());
+    together(ranks, [&] {
+      if (loaded_) loaded_->take_counts();
+    });
+  }
+
+  // Collective.
+  void read() const {
+    source_.read(kOptimizerTensors, loaded_ ? loaded_->tensors() : std::vector<CheckpointTensor>());
+  }
+  void put() {
+    if (loaded_) loaded_->put();
+  }
+
+ private:
+  const CheckpointSource& source_;
+  std::optional<NamedOptimizer> named_;
+  std::optional<OptimizerToLoad> loaded_;
+};
+
+// Returns the tensors to load into; none without a module.
+std::vector<CheckpointTensor> tensors_to_load(const TrainedModule& trained, const HeldParts& parts,
+                                              RankOf where) {
+  if (trained.module == nullptr) return {};
+  return tensors_of(plain_module(*trained.module), parts, where, /*loads=*/true);
+}
+
+// Adds this rank's part of an optimizer's state; of what all ranks have the rows of `rows`.
+void add_optimizer(const TrainedModule& trained, const HeldParts& parts, RankOf rows, RankOf where,
+                   CheckpointContent& content) {
+  if (trained.optimizer == nullptr) return;
+  const auto names = names_in(plain_module(*trained.module));
+  OptimizerToSave saved =
+      optimizer_to_save(name_optimizer(*trained.optimizer, names, parts, where), rows);
+  content.tensors[kOptimizerTensors] = std::move(saved.tensors);
+  content.texts[kOptimizerText] = std::move(saved.text);
+}
+
+}  // namespace
+
+const torch::nn::Module& plain_module(const torch::nn::Module& module) {
+  const auto* wrapper = dynamic_cast<const WrapsModule*>(&module);
+  return wrapper != nullptr ? plain_module(wrapper->wrapped()) : module;
+}
+
+CheckpointRanks ranks_of(std::shared_ptr<Communicator> communicator,
+                         const torch::nn::Module& module) {
+  if (const auto* stages = dynamic_cast<const HoldsStages*>(&module)) {
+    const Communicator& all = *stages->stage_ranks();
+    if (!communicator) communicator = stages->stage_ranks();
+    TORCH_CHECK_VALUE(communicator->world() >= all.world(),
+                      error_text("saving",
+                                 c10::str("got a pipeline on ", all.world(), " ranks, of which ",
+                                          communicator->world(), " save and load, expected all"),
+                                 communicator->rank_of(), "Leave the communicator out."));
+  }
+  if (!communicator) communicator = current_communicator();
+  const c10::Device device = communicator->device();
+  return {std::move(communicator), device};
+}
+
+CheckpointContent content_to_save(const TrainedModule& trained, const CheckpointRanks& ranks) {
+  const torch::nn::Module& plain = plain_module(*trained.module);
+  const RankOf where = ranks.where();
+  CheckpointContent content;
+  if (has_stages(&plain)) some_rank_has_optimizer(trained, ranks);
+  together(ranks, [&] {
+    const HeldParts parts = parts_in(plain, trained.optimizer);
+    content.tensors[kModelTensors] = tensors_of(plain, parts, where, /*loads=*/false);
+    add_optimizer(trained, parts, where, where, content);
+  });
+  if (const auto* codes = dynamic_cast<const HoldsCodes*>(trained.module))
+    if (auto tensors = codes->codes_to_save())
+      content.tensors[kCompressionTensors] = std::move(*tensors);
+  return content;
+}
+
+HeldContent content_held(const TrainedModule& trained, const CheckpointRanks& ranks) {
+  HeldContent held;
+  together(ranks, [&] {
+    if (trained.module == nullptr) return;
+    const torch::nn::Module& plain = plain_module(*trained.module);
+    const RankOf where = ranks.where();
+    const HeldParts parts = parts_in(plain, trained.optimizer);
+    held.content.tensors[kModelTensors] = tensors_of(plain, parts, where, /*loads=*/true);
+    for (const auto& item : plain.named_buffers())
+      held.of_lowest.insert(name_in_whole(plain, item.key()));
+    add_optimizer(trained, parts, /*rows=*/{0, 1}, where, held.content);
+  });
+  return held;
+}
+
+void load_content(const CheckpointSource& source, const TrainedModule& trained, LoadedOn loaded_on,
+                  const CheckpointRanks& ranks) {
+  const torch::nn::Module* plain =
+      trained.module == nullptr ? nullptr : &plain_module(*trained.module);
+  const bool asks = loaded_on == LoadedOn::kSomeRanks || has_stages(plain);
+  const RankOf where = ranks.where();
+  HeldParts parts;
+  std::vector<CheckpointTensor> tensors;
+  together(ranks, [&] {
+    if (plain != nullptr) parts = parts_in(*plain, trained.optimizer);
+    tensors = tensors_to_load(trained, parts, where);
+  });
+  source.check(kModelTensors, tensors);
+  auto* codes =
+      loaded_on == LoadedOn::kAllRanks ? dynamic_cast<HoldsCodes*>(trained.module) : nullptr;
+  if (codes != nullptr) together(ranks, [&] { codes->check_codes(source); });
+  std::optional<OptimizerLoading> optimizer;
+  if (asks ? some_rank_has_optimizer(trained, ranks) : trained.optimizer != nullptr)
+    optimizer.emplace(source, trained, parts, asks, ranks);
+  std::vector<HoldsParts*> holders;
+  if (trained.module != nullptr) find_holders(*trained.module, holders);
+  if (auto* sharded = dynamic_cast<HoldsParts*>(trained.optimizer)) holders.push_back(sharded);
+  write_parts(holders, [&] {
+    // Looks up the parts again, since begin_writing() may have moved them.
+    source.read(kModelTensors, tensors_to_load(trained, parts, where));
+    if (optimizer) optimizer->read();
+  });
+  if (optimizer) optimizer->put();
+  if (codes != nullptr) codes->load_codes(source);
+}
+
+}  // namespace trireme

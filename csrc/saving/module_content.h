@@ -1,0 +1,39 @@
+#pragma once
+
+#include <trireme/comm/communicator.h>
+#include <trireme/saving/checkpoint.h>
+#include <trireme/saving/checkpoint_source.h>
+#include <trireme/saving/held_checkpoint.h>
+#include <trireme/saving/trained_module.h>
+
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <memory>
+
+namespace trireme {
+
+// Returns a module without the wrappers that are no part of the model.
+const torch::nn::Module& plain_module(const torch::nn::Module& module);
+
+// Returns the ranks that save or load `module`: those of `communicator`; if that is null, those of
+// its stages, or of the last trireme::init(). Throws ValueError if these lack ranks of its stages.
+CheckpointRanks ranks_of(std::shared_ptr<Communicator> communicator,
+                         const torch::nn::Module& module);
+
+// Returns what this rank writes. Collective; throws ValueError on all ranks for a module or
+// optimizer that cannot be saved.
+CheckpointContent content_to_save(const TrainedModule& trained, const CheckpointRanks& ranks);
+// Returns all that this rank holds; nothing without a module. Collective; throws what
+// content_to_save() does.
+HeldContent content_held(const TrainedModule& trained, const CheckpointRanks& ranks);
+
+// Whether all ranks have the module to load into.
+enum class LoadedOn : uint8_t { kAllRanks, kSomeRanks };
+
+// Loads into this rank's parts. Collective; throws what load_checkpoint() does.
+void load_content(const CheckpointSource& source, const TrainedModule& trained, LoadedOn loaded_on,
+                  const CheckpointRanks& ranks);
+
+}  // namespace trireme
