@@ -14,6 +14,7 @@ PYBIND11_MODULE(_C, module) {
   trireme::init_deferred_sync(module);
   trireme::init_fsdp(module);  // tells of the above
   trireme::init_launch(module);
+  trireme::init_join(module);  // takes communicators
   trireme::init_layer_watch(module);
   trireme::init_memory(module);
   trireme::init_offload(module);

@@ -1,15 +1,15 @@
 #pragma once
 
-#include <trireme/comm/communicator.h>
+#include <trireme/sync/join_meeting.h>
 
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
-#include <array>
 #include <concepts>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -38,14 +38,6 @@ struct JoinOptions {
   bool divide_by_initial_world_size = true;
   // The optimizers of fully sharded models, which a rank that has run out steps.
   std::vector<torch::optim::Optimizer*> optimizers = {};
-};
-
-// A call that a rank with inputs is about to make together with the others. It is the same on all
-// of them but for `flags`, which are combined for all.
-struct JoinCall {
-  int64_t what = 1;  // a number of the joinable's own
-  int64_t flags = 0;
-  std::array<double, 4> numbers = {};
 };
 
 class Join;
@@ -85,21 +77,21 @@ class TRIREME_API Join {
   void share_options(const std::vector<torch::optim::Optimizer*>& optimizers);
 
   bool has_run_out() const { return has_run_out_; }  // this rank
-  bool any_has_run_out() const;
-  int64_t root() const { return root_; }  // the lowest rank with inputs
+  bool any_has_run_out() const { return meeting_.any_has_run_out(); }
+  int64_t root() const { return meeting_.root(); }  // the lowest rank with inputs
+  JoinMeeting& meeting() { return meeting_; }
 
  private:
-  struct Round;
-  Round meet(const Joinable* who, const JoinCall& call);
-  void check_alike(const at::Tensor& heard);
-  std::string describe(const double* row) const;
+  static std::shared_ptr<Communicator> common_communicator(const std::vector<Joinable*>& joinables);
+  JoinCall meet(const std::optional<JoinCall>& own);
+  void check_alike();
+  std::string describe(const JoinCall& call, int64_t rank) const;
   void abandon(const std::string& reason) noexcept;
+  Communicator& communicator() const { return *meeting_.communicator(); }
 
   std::vector<Joinable*> joinables_;
-  std::shared_ptr<Communicator> communicator_;
+  JoinMeeting meeting_;
   JoinOptions options_;
-  int64_t active_;
-  int64_t root_ = 0;
   bool has_run_out_ = false;
   bool all_raise_ = false;
 };

@@ -51,6 +51,8 @@ from trireme._c_sharded import Fsdp as Fsdp
 from trireme._c_sharded import FsdpRanks as FsdpRanks
 from trireme._c_sharded import FusedAdamGroup as FusedAdamGroup
 from trireme._c_sharded import GradNormPart as GradNormPart
+from trireme._c_sharded import JoinCall as JoinCall
+from trireme._c_sharded import JoinMeeting as JoinMeeting
 from trireme._c_sharded import ParamGroup as ParamGroup
 from trireme._c_sharded import ParamPlace as ParamPlace
 from trireme._c_sharded import ShardedParamSpec as ShardedParamSpec

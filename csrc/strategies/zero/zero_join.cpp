@@ -58,7 +58,11 @@ void ZeroJoin::before_step() {
   join_->tell(*this, {kStep});
   if (!join_->any_has_run_out()) return;
   join_->share_options({&optimizer_});
-  if (!averages()) share_gradients();
+  if (averages()) return;
+  std::vector<at::Tensor> parameters;
+  for (const auto& group : optimizer_.param_groups())
+    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
+  join_->meeting().share_gradients(parameters);
 }
 
 // Clears the gradients with which this rank has stepped already.
@@ -75,42 +79,6 @@ void ZeroJoin::follow(const JoinCall& call) {
     optimizer_.step();
     optimizer_.zero_grad();
   }
-}
-
-// Stage 1: gives the gradients of the root to the ranks that have run out.
-void ZeroJoin::share_gradients() const {
-  const at::NoGradGuard no_grad;
-  const std::shared_ptr<Communicator> communicator = join_communicator();
-  const bool is_root = communicator->rank() == join_->root();
-  std::vector<at::Tensor> parameters;
-  for (const auto& group : optimizer_.param_groups())
-    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
-
-  // Per parameter: 0 without a gradient, else 1 + its dtype. A step refuses gradients that are not
-  // dense.
-  at::Tensor kinds = at::zeros({static_cast<int64_t>(parameters.size())}, at::kByte);
-  auto* kind = kinds.mutable_data_ptr<uint8_t>();
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const at::Tensor& grad = parameters[i].grad();
-    if (is_root && grad.defined() && grad.layout() == at::kStrided)
-      kind[i] = static_cast<uint8_t>(1 + static_cast<int>(grad.scalar_type()));
-  }
-  kinds = kinds.to(communicator->device());
-  communicator->broadcast({kinds}, join_->root(), "which parameters have gradients").wait();
-  kinds = kinds.cpu();
-  kind = kinds.mutable_data_ptr<uint8_t>();
-
-  std::vector<at::Tensor> gradients;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    if (join_->has_run_out()) parameters[i].mutable_grad().reset();
-    if (kind[i] == 0) continue;
-    const auto options = parameters[i].options().dtype(static_cast<at::ScalarType>(kind[i] - 1));
-    gradients.push_back(is_root ? parameters[i].grad().contiguous()
-                                : at::empty(parameters[i].sizes(), options.requires_grad(false)));
-    if (join_->has_run_out()) parameters[i].mutable_grad() = gradients.back();
-  }
-  if (gradients.empty()) return;
-  communicator->broadcast(gradients, join_->root(), "gradients for ranks without inputs").wait();
 }
 
 }  // namespace trireme

@@ -32,7 +32,6 @@ class TRIREME_API ZeroJoin final : public Joinable {
 
  private:
   bool averages() const;  // stage 2
-  void share_gradients() const;
 
   ZeroOptimizer& optimizer_;
   Join* join_ = nullptr;

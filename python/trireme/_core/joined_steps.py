@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import json
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -13,10 +13,12 @@ from torch import nn
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.optim import Optimizer
 
+from trireme._C import JoinCall, JoinMeeting
 from trireme._core.errors import Area
+from trireme._core.group_communicator import communicator_of
 
 _AREA = Area("join")
-_NEVER = -math.inf
+_STEP, _CLIP = 1, 2  # of a JoinCall
 
 
 def check_joined_batch_norms(
@@ -48,22 +50,23 @@ class JoinedSteps:
     """Tells ranks that have run out of inputs in a torch ``Join`` how the others step ``optimizer``
     and clip its gradients; ``Join`` itself tells them nothing.
 
-    Each call is collective, and costs a small all-reduce. With ``shares_gradients`` a step costs a
-    broadcast of the gradients, once a rank has run out. ``clip`` is ``clip_grad_norm_``.
+    Each call is collective, and costs a small all-reduce. Once a rank has run out, a step costs two
+    small gathers more, and with ``shares_gradients`` a broadcast of the gradients. ``clip`` is
+    ``clip_grad_norm_``.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         group: dist.ProcessGroup,
-        device: torch.device,
         *,
         clip: Callable[..., object],
         shares_gradients: bool = False,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)  # it may hold this
         self.group = group
-        self._device = device
+        self._communicator = communicator_of(group)  # lives as long as this
+        self._meeting = JoinMeeting(self._communicator)
         self._clip = clip
         self._shares_gradients = shares_gradients
         self.has_run_out = False
@@ -83,42 +86,30 @@ class JoinedSteps:
 
     def share_clip(self, clip: Clip) -> None:
         """Before ``clip_grad_norm_()`` of all parameters(), in their order."""
-        self._tell(clip)
+        self._meet(JoinCall(_CLIP, [*map(float, clip), 0]))
 
     def share_step(self) -> None:
         """Before a step: ranks without inputs get the numbers of the others' ``param_groups``,
         which a learning-rate schedule changes, and with ``shares_gradients`` their gradients, which
         may be clipped."""
-        told = self._tell(None)
-        while told.clip is not None:
-            self._clip(self.parameters(), *told.clip)
-            told = self._tell(None)
-        if not told.any_has_run_out:
+        while (call := self._meet(JoinCall(_STEP))).what == _CLIP:
+            max_norm, norm_type, error_if_nonfinite, _ = call.numbers
+            self._clip(self.parameters(), max_norm, norm_type, bool(error_if_nonfinite))
+        if not self._meeting.any_has_run_out:
             return
-        if self.has_run_out:
-            for (options, name, index, _), number in zip(
-                _numbers(self._options()), told.numbers, strict=True
-            ):
-                _set(options, name, index, number)
+        self._share_options()
         if self._shares_gradients:
-            self._share_gradients(told.root)
+            self._meeting.share_gradients(self.parameters())
 
     def _options(self) -> list[dict[str, Any]]:
         optimizer = self._optimizer()
         assert optimizer is not None
         return optimizer.param_groups
 
-    def _tell(self, clip: Clip | None) -> _Told:
+    def _meet(self, own: JoinCall) -> JoinCall:
         """Returns what the ranks with inputs do; one without inputs says nothing."""
-        clips = 0 if clip is None else 1
-        of_clip = Clip(0, 0, False) if clip is None else clip
-        options = [number for *_, number in _numbers(self._options())]
-        said = [-self.group.rank(), clips, -clips, *of_clip, *options]
-        said = [1, *[_NEVER] * len(said)] if self.has_run_out else [0, *said]
-        told = torch.tensor(said, dtype=torch.float64).to(self._device)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
-        any_has_run_out, root, clips, minus_clips, *numbers = told.tolist()
-        if clips != -minus_clips:
+        self._meeting.meet(None if self.has_run_out else own)
+        if len({call.what for call in self._meeting.calls if call is not None}) > 1:
             _AREA.refuse(
                 "got clip_grad_norm_() on some ranks of a join and a step on others, expected one "
                 "of them on all ranks that have inputs",
@@ -126,43 +117,19 @@ class JoinedSteps:
                 self.group,
                 kind=RuntimeError,
             )
-        max_norm, norm_type, error_if_nonfinite, *numbers = numbers
-        clip = Clip(max_norm, norm_type, bool(error_if_nonfinite)) if clips else None
-        return _Told(bool(any_has_run_out), -int(root), clip, numbers)
+        return self._meeting.call
 
-    @torch.no_grad()
-    def _share_gradients(self, root: int) -> None:
-        parameters = self.parameters()
-        found = [
-            parameter.grad is not None and parameter.grad.layout == torch.strided
-            for parameter in parameters
-        ]
-        has_gradient = torch.tensor(found, dtype=torch.uint8, device=self._device)
-        dist.broadcast(has_gradient, group=self.group, group_src=root)
-        for parameter, is_there in zip(parameters, has_gradient.tolist(), strict=True):
-            if not is_there:
-                if self.has_run_out:
-                    parameter.grad = None
-                continue
-            is_root = not self.has_run_out and self.group.rank() == root
-            own = parameter.grad if is_root else None
-            moved = (torch.empty_like(parameter) if own is None else own).contiguous()
-            dist.broadcast(moved, group=self.group, group_src=root)
-            if self.has_run_out:
-                parameter.grad = moved
+    def _share_options(self) -> None:
+        own = json.dumps([number for *_, number in _numbers(self._options())])
+        told = json.loads(self._meeting.text_of_root(own))
+        if self.has_run_out:
+            for (options, name, index, _), number in zip(
+                _numbers(self._options()), told, strict=True
+            ):
+                _set(options, name, index, number)
 
 
 _living: weakref.WeakSet[JoinedSteps] = weakref.WeakSet()
-
-
-class _Told(NamedTuple):
-    any_has_run_out: bool
-    root: int
-    """One of the ranks that have inputs."""
-    clip: Clip | None
-    """What they do; None for a step."""
-    numbers: list[float]
-    """The options of their optimizer."""
 
 
 def _numbers(

@@ -31,8 +31,7 @@ class FsdpJoinHook(JoinHook):
             )
         self.root.divides_by_active_ranks = not divide_by_initial_world_size
         self.optimizer = optimizer
-        mesh = self.root.units[0].mesh
-        self.steps = JoinedSteps(optimizer, mesh.group, mesh.device, clip=clip_grad_norm_)
+        self.steps = JoinedSteps(optimizer, self.root.units[0].mesh.group, clip=clip_grad_norm_)
         self.root.joined = self.steps
         super().__init__()
 

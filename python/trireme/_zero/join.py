@@ -24,7 +24,6 @@ class ZeroJoinHook(JoinHook):
         self.steps = optimizer._joined = JoinedSteps(
             optimizer,
             optimizer.process_group,
-            optimizer._default_device,
             clip=clip_grad_norm_,
             shares_gradients=optimizer.stage == 1,
         )
