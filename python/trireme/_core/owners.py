@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from trireme._C import Communicator, DeferredSync, Zero
+from trireme._C import Communicator, DeferredSync, Zero, ZeroCores
 from trireme._core.joined_steps import JoinedSteps
 
 
@@ -31,8 +31,6 @@ class ShardedOptimizer(Optimizer):
     """Says of a parameter the number of its core, and its index there."""
     _shards: dict[torch.Tensor, torch.Tensor]
     """Holds what this rank owns of a parameter, in the memory of that."""
-    _names: dict[torch.Tensor, str]
-    """Says what messages call a parameter."""
 
     @property
     def _cores(self) -> list[Zero]:
@@ -47,10 +45,6 @@ class ShardedOptimizer(Optimizer):
     def _in_join(self) -> JoinedSteps | None:
         """Returns what tells ranks that have run out of inputs in a ``Join``, if this one has
         not."""
-        raise NotImplementedError
-
-    def _retire(self) -> None:
-        """Lets go of its parameters."""
         raise NotImplementedError
 
 
@@ -112,22 +106,15 @@ class KeepsElsewhere(Protocol):
         """Writes them there."""
 
 
-_optimizers = WeakIdKeyDictionary()
 _modules = WeakIdKeyDictionary()
-
-
-def note_optimizer(parameter: torch.Tensor, optimizer: ShardedOptimizer | None) -> None:
-    """Says that ``optimizer`` shards ``parameter``, or that none does."""
-    if optimizer is None:
-        _optimizers.pop(parameter, None)
-    else:
-        _optimizers[parameter] = weakref.ref(optimizer)
 
 
 def optimizer_of(parameter: torch.Tensor) -> ShardedOptimizer | None:
     """The living optimizer that has claimed ``parameter``."""
-    found = _optimizers.get(parameter)
-    return None if found is None else found()
+    cores = ZeroCores.of(parameter)
+    if cores is None or not hasattr(cores, "owner"):  # none has, or one of C++
+        return None
+    return cores.owner()
 
 
 def note_averaging(parameters: Iterable[torch.Tensor], module: AveragingModule) -> None:
