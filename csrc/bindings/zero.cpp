@@ -1,27 +1,34 @@
-#include <trireme/strategies/zero/zero.h>
-
 #include <trireme/bindings/bindings.h>
 #include <trireme/bindings/shared_function.h>
 #include <trireme/bindings/step_report.h>
 #include <trireme/strategies/zero/consolidated_state.h>
+#include <trireme/strategies/zero/zero_cores.h>
 
 #include <torch/csrc/Exceptions.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
+#include <vector>
 
 namespace trireme {
 namespace {
 
 namespace py = pybind11;
 
-std::shared_ptr<Zero> make_zero(std::vector<std::string> names, std::vector<at::Tensor> parameters,
-                                std::shared_ptr<Communicator> communicator,
-                                const ZeroOptions& options) {
+NamedParameters named(std::vector<std::string> names, std::vector<at::Tensor> parameters) {
   std::vector<bool> sparse(parameters.size(), false);
-  NamedParameters named{std::move(names), std::move(parameters), std::move(sparse)};
-  return std::make_shared<Zero>(std::move(named), std::move(communicator), options);
+  return {std::move(names), std::move(parameters), std::move(sparse)};
+}
+
+// Returns a callback that takes the GIL.
+std::function<void()> callback_of(py::function function) {
+  return [shared = shared_function(std::move(function))] {
+    const py::gil_scoped_acquire gil;
+    (*shared)();
+  };
 }
 
 // Returns, for each parameter, the elements [begin, begin + numel) of each rank.
@@ -60,20 +67,12 @@ void init_zero(py::module_& module) {
 
   using torch::wrap_pybind_function_no_gil;
   py::class_<Zero, std::shared_ptr<Zero>>(module, "Zero")
-      .def(py::init(wrap_pybind_function_no_gil(make_zero)), py::kw_only(), py::arg("names"),
-           py::arg("parameters"), py::arg("communicator"), py::arg("options"))
+      .def("parameters", &Zero::parameters)
       .def("shards", &Zero::shards)
       .def("plan", &plan_of)
       .def("sharded_parameters",
            [](const Zero& zero) { return sharded_parameters(zero.parameter_infos(), zero.plan()); })
       .def_property_readonly("shares_parameters", &Zero::shares_parameters)
-      .def("begin_step",
-           wrap_pybind_function_no_gil(
-               [](Zero& zero, bool found_inf, std::optional<uint32_t> scaler_writes) {
-                 return zero.begin_step({found_inf, scaler_writes});
-               }),
-           py::arg("found_inf"), py::arg("scaler_writes"))
-      .def("end_step", wrap_pybind_function_no_gil(&Zero::end_step))
       .def("abandon_step", &Zero::abandon_step, py::arg("reason"),
            py::call_guard<py::gil_scoped_release>())
       .def("begin_writing", wrap_pybind_function_no_gil(&Zero::begin_writing))
@@ -81,35 +80,8 @@ void init_zero(py::module_& module) {
       .def_property_readonly("is_writing", &Zero::is_writing)
       .def("give_own_memory", wrap_pybind_function_no_gil(&Zero::give_own_memory),
            py::arg("parameters"))
-      .def("retire", wrap_pybind_function_no_gil(&Zero::retire))
       .def("begin_writing_shards", wrap_pybind_function_no_gil(&Zero::begin_writing_shards))
       .def("end_writing_shards", wrap_pybind_function_no_gil(&Zero::end_writing_shards))
-      .def("set_synchronize", wrap_pybind_function_no_gil(&Zero::set_synchronize),
-           py::arg("synchronize"))
-      .def(
-          "set_divisor", [](Zero& zero, double divisor) { zero.reducer()->set_divisor(divisor); },
-          py::arg("divisor"))
-      .def(
-          "set_armed_callback",
-          [](Zero& zero, py::function callback) {
-            const auto shared = shared_function(std::move(callback));
-            const py::gil_scoped_release no_gil;
-            zero.trigger()->set_armed_callback([shared] {
-              const py::gil_scoped_acquire gil;
-              (*shared)();
-            });
-          },
-          py::arg("callback"))
-      .def_static(
-          "arm_together",
-          [](const std::vector<std::shared_ptr<Zero>>& zeros) {
-            std::vector<std::shared_ptr<BackwardTrigger>> armings;
-            for (const auto& zero : zeros) armings.push_back(zero->trigger());
-            BackwardTrigger::arm_together(armings);
-          },
-          py::arg("zeros"))
-      .def("shadow_backward",
-           wrap_pybind_function_no_gil([](Zero& zero) { zero.reducer()->shadow_backward(); }))
       .def("summed",
            [](const Zero& zero) { return zero.has_sums() ? zero.summed() : std::vector<bool>(); })
       .def("fused_adam_step", wrap_pybind_function_no_gil(&Zero::fused_adam_step),
@@ -120,7 +92,6 @@ void init_zero(py::module_& module) {
             return zero.gradients(parameters).gradients;
           }),
           py::arg("parameters"))
-      .def("zero_grad", wrap_pybind_function_no_gil(&Zero::zero_grad), py::arg("set_to_none"))
       .def("last_step", [](Zero& zero) {
         StepReport report;
         {
@@ -129,6 +100,50 @@ void init_zero(py::module_& module) {
         }
         return to_dict(report);
       });
+
+  py::class_<ZeroCores, std::shared_ptr<ZeroCores>>(module, "ZeroCores", py::dynamic_attr())
+      .def(py::init([](std::shared_ptr<Communicator> communicator, const ZeroOptions& options,
+                       py::function retired) {
+             return std::make_shared<ZeroCores>(std::move(communicator), options,
+                                                callback_of(std::move(retired)));
+           }),
+           py::kw_only(), py::arg("communicator"), py::arg("options"), py::arg("retired"))
+      .def_static("of", &ZeroCores::of, py::arg("parameter"))
+      .def("claim",
+           wrap_pybind_function_no_gil([](ZeroCores& cores, std::vector<std::string> names,
+                                          std::vector<at::Tensor> parameters) {
+             cores.claim(named(std::move(names), std::move(parameters)));
+           }),
+           py::arg("names"), py::arg("parameters"))
+      .def("shard",
+           wrap_pybind_function_no_gil([](ZeroCores& cores, std::vector<std::string> names,
+                                          std::vector<at::Tensor> parameters) {
+             cores.shard(named(std::move(names), std::move(parameters)));
+           }),
+           py::arg("names"), py::arg("parameters"))
+      .def("settle", wrap_pybind_function_no_gil(&ZeroCores::settle))
+      .def("undo", wrap_pybind_function_no_gil(&ZeroCores::undo))
+      .def("live", torch::wrap_pybind_function(&ZeroCores::live))
+      .def("begin_step",
+           wrap_pybind_function_no_gil(
+               [](ZeroCores& cores, bool found_inf, std::optional<uint32_t> scaler_writes) {
+                 return cores.begin_step({found_inf, scaler_writes});
+               }),
+           py::arg("found_inf"), py::arg("scaler_writes"))
+      .def("end_step", wrap_pybind_function_no_gil(&ZeroCores::end_step))
+      .def("zero_grad", wrap_pybind_function_no_gil(&ZeroCores::zero_grad), py::arg("set_to_none"))
+      .def("set_synchronize", wrap_pybind_function_no_gil(&ZeroCores::set_synchronize),
+           py::arg("synchronize"))
+      .def("set_divisor", wrap_pybind_function_no_gil(&ZeroCores::set_divisor), py::arg("divisor"))
+      .def(
+          "set_armed_callback",
+          [](ZeroCores& cores, py::function callback) {
+            const auto armed = callback_of(std::move(callback));
+            const py::gil_scoped_release no_gil;
+            cores.set_armed_callback(armed);
+          },
+          py::arg("callback"))
+      .def("shadow_backward", wrap_pybind_function_no_gil(&ZeroCores::shadow_backward));
 }
 
 }  // namespace trireme

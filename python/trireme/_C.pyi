@@ -58,6 +58,7 @@ from trireme._c_sharded import ShardedParamSpec as ShardedParamSpec
 from trireme._c_sharded import ShardPlacement as ShardPlacement
 from trireme._c_sharded import UnitOffload as UnitOffload
 from trireme._c_sharded import Zero as Zero
+from trireme._c_sharded import ZeroCores as ZeroCores
 from trireme._c_sharded import ZeroOptions as ZeroOptions
 from trireme._c_sharded import clip_grad_norm_ as clip_grad_norm_
 from trireme._c_sharded import plan_offload as plan_offload

@@ -106,6 +106,7 @@ class TRIREME_API Zero {
   // Returns the shards for this rank's optimizer: by parameter, a leaf with a storage of its own,
   // without elements where the rank owns none.
   const std::vector<at::Tensor>& shards() const { return shards_; }
+  const std::vector<at::Tensor>& parameters() const { return parameters_; }
   const ShardPlan& plan() const { return *plan_; }
   const std::vector<ParameterInfo>& parameter_infos() const { return infos_; }
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }

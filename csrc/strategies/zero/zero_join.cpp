@@ -13,7 +13,7 @@ enum What : int64_t { kBackward = 1, kClip, kStep };
 
 }  // namespace
 
-bool ZeroJoin::averages() const { return optimizer_.cores().front()->reducer() != nullptr; }
+bool ZeroJoin::averages() const { return optimizer_.cores().all().front()->reducer() != nullptr; }
 
 void ZeroJoin::refuse_parts() const {
   TORCH_CHECK_VALUE(
@@ -25,7 +25,7 @@ void ZeroJoin::refuse_parts() const {
 }
 
 std::shared_ptr<Communicator> ZeroJoin::join_communicator() const {
-  return optimizer_.cores().front()->communicator();
+  return optimizer_.cores().all().front()->communicator();
 }
 
 std::string ZeroJoin::describe(const JoinCall& call) const {
@@ -36,16 +36,12 @@ std::string ZeroJoin::describe(const JoinCall& call) const {
 
 void ZeroJoin::enter_join(Join* join, const JoinOptions& /*options*/) {
   join_ = join;
-  if (optimizer_.cores().empty() || !averages()) return;
   std::function<void()> armed;
   if (join_ != nullptr) armed = [this] { join_->tell(*this, {kBackward}); };
-  optimizer_.cores().front()->trigger()->set_armed_callback(std::move(armed));
+  optimizer_.cores().set_armed_callback(armed);
 }
 
-void ZeroJoin::set_join_divisor(double divisor) {
-  for (const auto& core : optimizer_.cores())
-    if (core->reducer() != nullptr) core->reducer()->set_divisor(divisor);
-}
+void ZeroJoin::set_join_divisor(double divisor) { optimizer_.cores().set_divisor(divisor); }
 
 // Under stage 1 each rank with inputs clips whole gradients, and the others get these.
 void ZeroJoin::before_clip(double max_norm, double norm_type, bool error_if_nonfinite) {
@@ -72,7 +68,7 @@ void ZeroJoin::end_join(int64_t /*root*/) { join_->share_options({&optimizer_});
 
 void ZeroJoin::follow(const JoinCall& call) {
   if (call.what == kBackward) {
-    for (const auto& core : optimizer_.cores()) core->reducer()->shadow_backward();
+    optimizer_.cores().shadow_backward();
   } else if (call.what == kClip) {
     optimizer_.clip_grad_norm_(call.numbers[0], call.numbers[1], call.numbers[2] != 0);
   } else {

@@ -10,10 +10,7 @@
 
 #include <algorithm>
 #include <exception>
-#include <mutex>
 #include <numeric>
-#include <unordered_map>
-#include <unordered_set>
 
 namespace trireme {
 
@@ -55,62 +52,11 @@ ZeroParameters::ZeroParameters(const torch::nn::Module& module)
   groups.emplace_back(named.tensors);
 }
 
-// Two optimizers over one parameter would both write it. A claim that is destroyed before settle()
-// gives its parameters back to their owners before.
-class ZeroOptimizer::Claim {
- public:
-  explicit Claim(ZeroOptimizer& owner) : owner_(owner) {}
-  ~Claim() {
-    const std::lock_guard lock(mutex());
-    for (const auto& [parameter, before] : taken_) {
-      const auto found = owners().find(parameter.unsafeGetTensorImpl());
-      if (found == owners().end() || found->second != &owner_) continue;
-      if (before != nullptr) {
-        found->second = before;
-      } else {
-        owners().erase(found);
-      }
-    }
-  }
-  Claim(const Claim&) = delete;
-  Claim& operator=(const Claim&) = delete;
-
-  // Returns false if the parameter is the owner's already.
-  bool add(const at::Tensor& parameter) {
-    const std::lock_guard lock(mutex());
-    ZeroOptimizer*& owner = owners()[parameter.unsafeGetTensorImpl()];
-    if (owner == &owner_) return false;
-    taken_.emplace_back(parameter, owner);
-    owner = &owner_;
-    return true;
-  }
-  // Returns the owners before by parameter, in the order of add(); null where it was free.
-  const std::vector<std::pair<at::Tensor, ZeroOptimizer*>>& taken() const { return taken_; }
-  // Retires the owners before.
-  void settle() {
-    std::unordered_set<ZeroOptimizer*> others;
-    for (auto& [parameter, before] : taken_)
-      if (ZeroOptimizer* other = std::exchange(before, nullptr)) others.insert(other);
-    for (ZeroOptimizer* other : others) other->retire();
-  }
-
- private:
-  static std::mutex& mutex() {
-    static std::mutex one;
-    return one;
-  }
-  static std::unordered_map<const at::TensorImpl*, ZeroOptimizer*>& owners() {
-    static std::unordered_map<const at::TensorImpl*, ZeroOptimizer*> all;
-    return all;
-  }
-  ZeroOptimizer& owner_;
-  std::vector<std::pair<at::Tensor, ZeroOptimizer*>> taken_;
-};
-
 ZeroOptimizer::ZeroOptimizer(ZeroParameters parameters, Setup setup)
     : Optimizer(parameters.groups, std::move(setup.defaults)),
       communicator_(std::move(setup.communicator)),
       options_(setup.options),
+      cores_(std::make_shared<ZeroCores>(communicator_, options_, [this] { let_go(); })),
       count_step_(std::move(setup.count_step)) {
   if (options_.fused_step && (options_.stage != 2 || count_step_ == nullptr)) {
     const std::string what = count_step_ == nullptr
@@ -125,112 +71,73 @@ ZeroOptimizer::ZeroOptimizer(ZeroParameters parameters, Setup setup)
            "Use the plain module, or stage 1.");
   for (const OptimizerParamGroup& group : param_groups_)
     group_counts_.push_back(static_cast<int64_t>(group.params().size()));
-  add_core(std::move(parameters.named));
-  std::vector<OptimizerParamGroup> groups;
-  for (size_t g = 0; g < param_groups_.size(); ++g) groups.push_back(local_group(g));
-  make_together([&] { local_ = setup.make_local(groups); });
-  claims_.back()->settle();
+  add(std::move(parameters.named), [&] {
+    std::vector<OptimizerParamGroup> groups;
+    for (size_t g = 0; g < param_groups_.size(); ++g) groups.push_back(local_group(g));
+    local_ = setup.make_local(groups);
+  });
 }
 
 ZeroOptimizer::~ZeroOptimizer() = default;
 
+// Shards parameters, and makes what steps their shards.
+void ZeroOptimizer::add(NamedParameters parameters, const std::function<void()>& make) {
+  cores_->claim(parameters);
+  try {
+    cores_->shard(std::move(parameters));
+    make_together(make);
+  } catch (...) {
+    cores_->undo();
+    throw;
+  }
+  cores_->settle();
+}
+
 // Makes something on all ranks or on none: a rank that cannot raises its own error, the others one
 // that names it.
 void ZeroOptimizer::make_together(const std::function<void()>& make) {
-  const auto failed = run_together(make, *communicator_, parameters_.front().device());
+  const c10::Device device = cores_->all().front()->parameters().front().device();
+  const auto failed = run_together(make, *communicator_, device);
   if (!failed) return;
-  if (cores_.front()->shares_parameters()) {  // what steps them now knows of no other rank
-    for (at::Tensor& parameter : parameters_) parameter.set_data(parameter.detach().clone());
-  }
   if (failed->own) std::rethrow_exception(failed->own);
   refuse(
       "got an optimizer that rank " + std::to_string(failed->rank) + " cannot use: " + failed->text,
       "Pass what every rank can use for its part of the parameters.");
 }
 
-void ZeroOptimizer::add_core(NamedParameters parameters) {
-  const std::vector<at::Tensor> tensors = parameters.tensors;
-  auto claim = std::make_unique<Claim>(*this);
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (claim->add(tensors[i])) continue;
-    refuse("got '" + parameters.names[i] + "' twice", "Give each parameter once.");
-  }
-  check_claim(*claim, parameters.names);
-  cores_.push_back(std::make_unique<Zero>(std::move(parameters), communicator_, options_));
-  claims_.push_back(std::move(claim));
-  parameters_.insert(parameters_.end(), tensors.begin(), tensors.end());
-  const std::vector<at::Tensor>& shards = cores_.back()->shards();
-  shards_.insert(shards_.end(), shards.begin(), shards.end());
-  std::vector<std::shared_ptr<BackwardTrigger>> armings;
-  for (const auto& core : cores_)
-    if (core->trigger()) armings.push_back(core->trigger());
-  BackwardTrigger::arm_together(armings);
-}
-
-// An optimizer that has some of another one's parameters must have all.
-void ZeroOptimizer::check_claim(const Claim& claim, const std::vector<std::string>& names) const {
-  std::unordered_map<const ZeroOptimizer*, std::unordered_set<const at::TensorImpl*>> taken;
-  for (const auto& [parameter, before] : claim.taken())
-    if (before != nullptr) taken[before].insert(parameter.unsafeGetTensorImpl());
-  for (size_t i = 0; i < names.size(); ++i) {
-    const ZeroOptimizer* other = claim.taken()[i].second;
-    if (other == nullptr) continue;
-    const auto left = std::find_if(other->parameters_.begin(), other->parameters_.end(),
-                                   [&](const at::Tensor& parameter) {
-                                     return !taken[other].contains(parameter.unsafeGetTensorImpl());
-                                   });
-    if (left == other->parameters_.end()) continue;
-    refuse("got '" + names[i] + "', which another ZeroRedundancyOptimizer holds, without its " +
-               std::to_string(other->parameters_.size() - taken[other].size()) +
-               " other parameters, expected all of them or none",
-           "Give all of them to take over from it, or destroy it first.");
-  }
-}
-
-void ZeroOptimizer::retire() noexcept {
-  for (const auto& core : cores_) core->retire();
-  cores_.clear();
-  claims_.clear();
-  shards_.clear();
+// Drops the shards, whose parameters another optimizer has.
+void ZeroOptimizer::let_go() {
   for (OptimizerParamGroup& group : local_->param_groups()) group.params().clear();
   local_->state().clear();
-  is_retired_ = true;
-}
-
-const std::vector<std::unique_ptr<Zero>>& ZeroOptimizer::live_cores() const {
-  TORCH_CHECK(!is_retired_,
-              error_text("zero",
-                         "got a call of an optimizer whose parameters another "
-                         "ZeroRedundancyOptimizer has taken over",
-                         communicator_->rank_of(), "Use the one that was made last."));
-  return cores_;
 }
 
 // Returns a group's shards on this rank, with its options.
 OptimizerParamGroup ZeroOptimizer::local_group(size_t group) const {
-  const std::vector<ShardedParameter> all = sharded_parameters();
+  const std::vector<ShardedParameter> all = cores_->sharded_parameters();
+  const std::vector<at::Tensor> shards = cores_->shards();
   auto index = static_cast<size_t>(std::accumulate(
       group_counts_.begin(), group_counts_.begin() + static_cast<int64_t>(group), int64_t{0}));
   std::vector<at::Tensor> owned;
   for (int64_t i = 0; i < group_counts_[group]; ++i, ++index)
-    if (all[index].is_owned_by(communicator_->rank())) owned.push_back(shards_[index]);
+    if (all[index].is_owned_by(communicator_->rank())) owned.push_back(shards[index]);
   return {std::move(owned), param_groups_[group].options().clone()};
 }
 
 void ZeroOptimizer::add_param_group(const OptimizerParamGroup& param_group) {
-  live_cores();
+  cores_->live();
   check_groups();
   Optimizer::add_param_group(param_group);
-  const size_t group = param_groups_.size() - 1;
+  const size_t group = group_counts_.size();
+  group_counts_.push_back(static_cast<int64_t>(param_group.params().size()));
   try {
-    add_core(by_place(param_group.params(), group));
+    add(by_place(param_group.params(), group),
+        [&] { local_->add_param_group(local_group(group)); });
   } catch (...) {
+    group_counts_.pop_back();
     param_groups_.pop_back();
+    if (local_->param_groups().size() > group) local_->param_groups().pop_back();
     throw;
   }
-  group_counts_.push_back(static_cast<int64_t>(param_group.params().size()));
-  local_->add_param_group(local_group(group));
-  claims_.back()->settle();
 }
 
 // Torch's add_param_group() and add_parameters() are not virtual.
@@ -244,7 +151,7 @@ void ZeroOptimizer::check_groups() const {
 }
 
 at::Tensor ZeroOptimizer::step(LossClosure closure) {
-  live_cores();
+  cores_->live();
   at::Tensor loss;
   if (closure != nullptr) {
     const at::AutoGradMode enable_grad(true);
@@ -252,14 +159,14 @@ at::Tensor ZeroOptimizer::step(LossClosure closure) {
   }
   check_groups();
   join_.before_step();
-  for (const auto& core : cores_) core->begin_step();
+  cores_->begin_step();
   or_abandon([&] {
     for (size_t g = 0; g < param_groups_.size(); ++g)
       local_->param_groups()[g].set_options(param_groups_[g].options().clone());
     step_sums();
     local_->step();
   });
-  for (const auto& core : cores_) core->end_step();
+  cores_->end_step();
   return loss;
 }
 
@@ -267,7 +174,7 @@ at::Tensor ZeroOptimizer::step(LossClosure closure) {
 void ZeroOptimizer::step_sums() {
   size_t group = 0;
   size_t parameter = 0;  // index among all
-  for (const auto& core : cores_) {
+  for (const auto& core : cores_->all()) {
     const size_t first = parameter;
     const size_t end = first + core->parameter_infos().size();
     std::vector<FusedAdamGroup> fused;
@@ -276,9 +183,10 @@ void ZeroOptimizer::step_sums() {
       std::vector<at::Tensor> shards;
       for (int64_t i = 0; i < group_counts_[group]; ++i, ++parameter) {
         const bool is_summed = core->has_sums() && core->summed()[parameter - first];
-        if (!is_summed || shards_[parameter].numel() == 0) continue;
+        const at::Tensor& shard = core->shards()[parameter - first];
+        if (!is_summed || shard.numel() == 0) continue;
         one.parameters.push_back(static_cast<int64_t>(parameter - first));
-        shards.push_back(shards_[parameter]);
+        shards.push_back(shard);
       }
       if (shards.empty()) continue;
       optim::AdamStates states = count_step_(*local_, group, shards);
@@ -298,18 +206,12 @@ void ZeroOptimizer::or_abandon(const std::function<void()>& call) {
   try {
     call();
   } catch (...) {
-    abandon(text_of(std::current_exception()));
+    cores_->abandon_step(text_of(std::current_exception()));
     throw;
   }
 }
 
-void ZeroOptimizer::abandon(const std::string& reason) noexcept {
-  for (const auto& core : cores_) core->abandon_step(reason);
-}
-
-void ZeroOptimizer::zero_grad(bool set_to_none) {
-  for (const auto& core : live_cores()) core->zero_grad(set_to_none);
-}
+void ZeroOptimizer::zero_grad(bool set_to_none) { cores_->zero_grad(set_to_none); }
 
 std::vector<GradNormPart> ZeroOptimizer::gradients() const {
   join_.refuse_parts();
@@ -318,7 +220,7 @@ std::vector<GradNormPart> ZeroOptimizer::gradients() const {
 
 std::vector<GradNormPart> ZeroOptimizer::parts_of_gradients() const {
   std::vector<GradNormPart> parts;
-  for (const auto& core : live_cores()) {
+  for (const auto& core : cores_->live()) {
     std::vector<int64_t> all(core->parameter_infos().size());
     std::iota(all.begin(), all.end(), int64_t{0});
     parts.push_back(core->gradients(all));
@@ -334,7 +236,7 @@ at::Tensor ZeroOptimizer::clip_grad_norm_(double max_norm, double norm_type,
 
 void ZeroOptimizer::set_synchronize(bool synchronize) {
   synchronize_ = synchronize;
-  for (const auto& core : cores_) core->set_synchronize(synchronize);
+  cores_->set_synchronize(synchronize);
 }
 
 ZeroOptimizer::NoSync::NoSync(ZeroOptimizer& optimizer)
@@ -343,7 +245,7 @@ ZeroOptimizer::NoSync::NoSync(ZeroOptimizer& optimizer)
     optimizer.refuse("got no_sync() under stage 1, where DistributedDataParallel averages",
                      "Use the no_sync() of the wrapped module.");
   }
-  optimizer.live_cores();
+  optimizer.cores().live();
   optimizer_.set_synchronize(false);
 }
 
@@ -351,15 +253,15 @@ ZeroOptimizer::NoSync::~NoSync() { optimizer_.set_synchronize(before_); }
 
 ZeroOptimizer::Writing::Writing(ZeroOptimizer& optimizer)
     : optimizer_(optimizer), exceptions_before_(std::uncaught_exceptions()) {
-  for (const auto& core : optimizer_.live_cores()) core->begin_writing();
+  for (const auto& core : optimizer_.cores().live()) core->begin_writing();
 }
 
 ZeroOptimizer::Writing::~Writing() noexcept(false) {
   if (std::uncaught_exceptions() > exceptions_before_) {
-    optimizer_.abandon("an exception left writing(); see that rank");
+    optimizer_.cores().abandon_step("an exception left writing(); see that rank");
     return;
   }
-  for (const auto& core : optimizer_.cores_) core->end_writing();
+  for (const auto& core : optimizer_.cores().all()) core->end_writing();
 }
 
 StepReport ZeroOptimizer::last_step() const {
@@ -367,16 +269,7 @@ StepReport ZeroOptimizer::last_step() const {
     refuse("got last_step() under stage 1, which moves no gradients",
            "Ask the DistributedDataParallel module.");
   }
-  return live_cores().front()->reducer()->last_step();
-}
-
-std::vector<ShardedParameter> ZeroOptimizer::sharded_parameters() const {
-  std::vector<ShardedParameter> all;
-  for (const auto& core : live_cores()) {
-    const auto of_core = trireme::sharded_parameters(core->parameter_infos(), core->plan());
-    all.insert(all.end(), of_core.begin(), of_core.end());
-  }
-  return all;
+  return cores_->live().front()->reducer()->last_step();
 }
 
 void ZeroOptimizer::consolidate(int64_t to) {
@@ -385,7 +278,7 @@ void ZeroOptimizer::consolidate(int64_t to) {
     refuse("got rank " + std::to_string(to) + " to consolidate on",
            "Pass 0 to " + std::to_string(where.world - 1) + ".");
   }
-  const std::vector<ShardedParameter> parameters = sharded_parameters();
+  const std::vector<ShardedParameter> parameters = cores_->sharded_parameters();
   OptimizerArchive content = take_apart(*local_);
   std::vector<ArchivedValues> own(parameters.size());
   size_t next = 0;  // the local optimizer has those of this rank only, in the same order
@@ -396,13 +289,14 @@ void ZeroOptimizer::consolidate(int64_t to) {
   } catch (const c10::TypeError&) {
     throw;  // on all ranks
   } catch (const std::exception& error) {
-    abandon(what_of(error));
+    cores_->abandon_step(what_of(error));
     throw;
   }
 }
 
 void ZeroOptimizer::save(torch::serialize::OutputArchive& archive) const {
-  if (consolidated_.size() != parameters_.size()) {
+  const auto count = std::accumulate(group_counts_.begin(), group_counts_.end(), int64_t{0});
+  if (static_cast<int64_t>(consolidated_.size()) != count) {
     refuse("got save() of a state that was not consolidated here",
            "Call consolidate(" + std::to_string(communicator_->rank()) + ") on all ranks before.");
   }
@@ -429,7 +323,7 @@ void ZeroOptimizer::load(torch::serialize::InputArchive& archive) {
              "Load the state of the same torch::optim class.");
     }
   }
-  const std::vector<ShardedParameter> parameters = sharded_parameters();
+  const std::vector<ShardedParameter> parameters = cores_->sharded_parameters();
   OptimizerArchive local{{}, content.options, {}};
   size_t next = 0;
   for (const int64_t count : group_counts_) {
@@ -453,22 +347,24 @@ void ZeroOptimizer::add_parts(HeldParts& parts) const {
     refuse("got a checkpoint of shards that are no rows (ShardPlacement::kFlat)",
            "Leave ZeroOptions::placement out, or use consolidate() and torch::save.");
   }
-  const std::vector<ShardedParameter> parameters = sharded_parameters();
+  const std::vector<ShardedParameter> parameters = cores_->sharded_parameters();
+  const std::vector<at::Tensor> tensors = cores_->parameters();
+  const std::vector<at::Tensor> shards = cores_->shards();
   for (size_t i = 0; i < parameters.size(); ++i) {
     const ParameterInfo& info = parameters[i].info;
     std::vector<int64_t> first(info.sizes.size());
     const ShardRange& range = parameters[i].ranges[static_cast<size_t>(communicator_->rank())];
     if (range.begin > 0) first.front() = range.begin / (info.numel / info.sizes.front());
-    parts[parameters_[i].unsafeGetTensorImpl()] = {shards_[i], info.sizes, std::move(first)};
+    parts[tensors[i].unsafeGetTensorImpl()] = {shards[i], info.sizes, std::move(first)};
   }
 }
 
 void ZeroOptimizer::begin_writing() {
-  for (const auto& core : cores_) core->begin_writing_shards();
+  for (const auto& core : cores_->all()) core->begin_writing_shards();
 }
 
 void ZeroOptimizer::end_writing() {
-  for (const auto& core : cores_) core->end_writing_shards();
+  for (const auto& core : cores_->all()) core->end_writing_shards();
 }
 
 void ZeroOptimizer::refuse(const std::string& got, const std::string& next_step) const {

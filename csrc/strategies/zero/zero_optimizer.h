@@ -5,8 +5,7 @@
 #include <trireme/module/module_parameters.h>
 #include <trireme/optim/flat_optimizer.h>
 #include <trireme/saving/held_parts.h>
-#include <trireme/strategies/zero/consolidated_state.h>
-#include <trireme/strategies/zero/zero.h>
+#include <trireme/strategies/zero/zero_cores.h>
 #include <trireme/strategies/zero/zero_join.h>
 
 #include <torch/nn/pimpl.h>
@@ -45,10 +44,8 @@ struct TRIREME_API ZeroParameters {
 // ZeroRedundancyOptimizer<Optimizer> for any `Optimizer`: the part of it that is no template. See
 // zero_redundancy_optimizer.h.
 //
-// A parameter belongs to one optimizer. An optimizer that is made over all parameters of another,
-// or gets them by add_param_group(), takes over: the other one keeps what consolidate() brought,
-// and throws from every other function. Throws ValueError for only some of another one's
-// parameters.
+// One whose parameters another takes over (zero_cores.h) keeps what consolidate() brought, and
+// throws from every other function. Throws ValueError for only some of another one's parameters.
 class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public ShardedOptimizer {
  public:
   ~ZeroOptimizer() override;
@@ -119,7 +116,7 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public Sharded
   }
   // Returns what trireme::join() takes.
   Joinable& joinable() {
-    live_cores();
+    cores_->live();
     return join_;
   }
 
@@ -136,8 +133,8 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public Sharded
   // Returns this rank's optimizer, over its shards. It holds the state; state() of this object is
   // empty.
   torch::optim::Optimizer& local() { return *local_; }
-  // Returns the cores, one per constructor and add_param_group().
-  const std::vector<std::unique_ptr<Zero>>& cores() const { return cores_; }
+  // Returns the cores, with their claim on the parameters.
+  ZeroCores& cores() const { return *cores_; }
 
  protected:
   using MakeLocal = std::function<std::unique_ptr<torch::optim::Optimizer>(
@@ -162,38 +159,29 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public Sharded
   void add_parts(HeldParts& parts) const override;
   void begin_writing() override;
   void end_writing() override;
-  void abandon_writing(const std::string& reason) noexcept override { abandon(reason); }
+  void abandon_writing(const std::string& reason) noexcept override {
+    cores_->abandon_step(reason);
+  }
 
-  // A claim that parameters are ours, until destroyed.
-  class Claim;
-
-  void add_core(NamedParameters parameters);
+  void add(NamedParameters parameters, const std::function<void()>& make);
+  void make_together(const std::function<void()>& make);
   torch::optim::OptimizerParamGroup local_group(size_t group) const;
   void check_groups() const;
   void set_synchronize(bool synchronize);
   void step_sums();
-  void make_together(const std::function<void()>& make);
-  void check_claim(const Claim& claim, const std::vector<std::string>& names) const;
-  void retire() noexcept;
-  const std::vector<std::unique_ptr<Zero>>& live_cores() const;
+  void let_go();
   void or_abandon(const std::function<void()>& call);
-  void abandon(const std::string& reason) noexcept;
   std::vector<GradNormPart> parts_of_gradients() const;
-  std::vector<ShardedParameter> sharded_parameters() const;
   [[noreturn]] void refuse(const std::string& got, const std::string& next_step) const;
 
   std::shared_ptr<Communicator> communicator_;
   ZeroOptions options_;
-  std::vector<std::unique_ptr<Claim>> claims_;
-  std::vector<std::unique_ptr<Zero>> cores_;
-  std::vector<at::Tensor> parameters_;  // parameters of all groups, in their order
-  std::vector<at::Tensor> shards_;      // their shards
-  std::vector<int64_t> group_counts_;   // counts at the time of sharding
+  std::shared_ptr<ZeroCores> cores_;
+  std::vector<int64_t> group_counts_;  // parameters, at the time of sharding
   std::unique_ptr<torch::optim::Optimizer> local_;
   CountStep count_step_;
   std::vector<ArchivedValues> consolidated_;  // one per parameter
   bool synchronize_ = true;
-  bool is_retired_ = false;  // another one has its parameters
   ZeroJoin join_{*this};
 };
 

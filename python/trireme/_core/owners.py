@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from trireme._C import Communicator, DeferredSync, Zero
+from trireme._C import Communicator, DeferredSync, Zero, ZeroCores
 from trireme._core.joined_steps import JoinedSteps
 
 
@@ -31,8 +31,6 @@ class ShardedOptimizer(Optimizer):
     """Says of a parameter the number of its core, and its index there."""
     _shards: dict[torch.Tensor, torch.Tensor]
     """Holds what this rank owns of a parameter, in the memory of that."""
-    _names: dict[torch.Tensor, str]
-    """Says what messages call a parameter."""
 
     @property
     def _cores(self) -> list[Zero]:
@@ -47,10 +45,6 @@ class ShardedOptimizer(Optimizer):
     def _in_join(self) -> JoinedSteps | None:
         """Returns what tells ranks that have run out of inputs in a ``Join``, if this one has
         not."""
-        raise NotImplementedError
-
-    def _retire(self) -> None:
-        """Lets go of its parameters."""
         raise NotImplementedError
 
 
@@ -164,14 +158,11 @@ class _Role(Generic[T]):
         return found.get() if isinstance(found, _Owner) else None
 
 
-_optimizers = _Role[ShardedOptimizer]()
 _modules = _Role[AveragingModule]()
 _units = _Role[ShardingUnit]("_trireme_unit")
 _tables = _Role[Any]("_trireme_table")
 _stages = _Role[StagedModule]("_trireme_stages")
 
-note_optimizer, optimizer_of = _optimizers.note, _optimizers.of
-"""Which optimizer shards a parameter."""
 note_averaging, averaging_module_of = _modules.note_all, _modules.of
 """Which module of ours averages its gradient."""
 note_unit, unit_of = _units.note, _units.of
@@ -180,6 +171,14 @@ note_table, table_of = _tables.note, _tables.of
 """Which table of a parameter server keeps its values."""
 note_stages, stages_of = _stages.note_all, _stages.of
 """Of which module it is one rank's: other ranks have other parameters."""
+
+
+def optimizer_of(parameter: torch.Tensor) -> ShardedOptimizer | None:
+    """The living optimizer that shards ``parameter``."""
+    cores = ZeroCores.of(parameter)
+    if cores is None or not hasattr(cores, "owner"):  # none has, or one of C++
+        return None
+    return cores.owner()
 
 
 def group_of_stages(module: object) -> dist.ProcessGroup | None:

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trireme import _C
-from trireme._C import CheckpointSource, CheckpointTensor
+from trireme._C import CheckpointSource, CheckpointTensor, Ddp
 from trireme._core.writing import sharding_optimizers, writing, writing_shards
 from trireme._saving.optimizer import FILE, KIND, LoadedOptimizer, OptimizerParts
 from trireme._saving.own_ways import (
@@ -59,7 +58,7 @@ def load_content(
     ranks: Ranks,
     *,
     asks: bool,
-    coders: Sequence[tuple[str, _C.Ddp]] = (),
+    coders: Sequence[tuple[str, Ddp]] = (),
 ) -> None:
     """Loads into this rank's parts; ``asks``: ranks may have different parameters; ``coders``: what
     loads its compression's state, with prefixes of names. Collective."""

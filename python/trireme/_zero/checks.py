@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from trireme._C import ShardPlacement
 from trireme._core.fused_optimizer import FusedAdam
+from trireme._core.owners import averaging_module_of
 from trireme._zero import refuse
 
 # Each element is treated by itself, so that a slice of a parameter is as good as all of it.
@@ -144,6 +145,26 @@ def check_parameters(names: dict[torch.Tensor, str], group: dist.ProcessGroup) -
             got = f"got '{name}' on the meta device, expected a parameter with memory"
             next_step = "Call module.to_empty(device=...) and initialise it before."
             refuse(got, next_step, group, kind=RuntimeError)
+
+
+def check_averaged(names: dict[torch.Tensor, str], stage: int, group: dist.ProcessGroup) -> None:
+    """Refuses parameters that a module averages in a way with which no step fits."""
+    for parameter, name in names.items():
+        module = averaging_module_of(parameter)
+        if module is None:
+            continue
+        if stage == 2:
+            refuse(
+                f"got stage 2 for '{name}', which DistributedDataParallel averages already",
+                "Use the plain module, or stage=1.",
+                group,
+            )
+        if module.process_group != group:
+            refuse(
+                f"got '{name}', which DistributedDataParallel averages over another group",
+                "Pass the same process_group to both.",
+                group,
+            )
 
 
 def placement_for(

@@ -34,15 +34,14 @@ class ZeroJoinHook(JoinHook):
                 if (alive := held()) is not None:
                     _notify(alive, divide_by_initial_world_size)
 
-            optimizer._cores[0].set_armed_callback(notify)
+            optimizer._zero_cores.set_armed_callback(notify)
         super().__init__()
 
     def main_hook(self) -> None:
         optimizer = self.optimizer
         if optimizer.stage == 2:
             optimizer.zero_grad()  # with what this rank still has it has stepped
-            for core in optimizer._cores:
-                core.shadow_backward()
+            optimizer._zero_cores.shadow_backward()
         joining = optimizer._join_config
         optimizer._join_config = joining.construct_disabled_join_config()  # nobody to be told
         self.steps.has_run_out = True
@@ -64,5 +63,4 @@ def _notify(optimizer: ZeroRedundancyOptimizer, divide_by_initial_world_size: bo
     if work is not None and not divide_by_initial_world_size:
         work.wait()
         divisor = int(work.get_future().value()[0].item())
-    for core in optimizer._cores:
-        core.set_divisor(divisor)
+    optimizer._zero_cores.set_divisor(divisor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.optim import Optimizer
 
-from trireme._C import Zero, ZeroOptions
+from trireme._C import Zero, ZeroCores, ZeroOptions
 from trireme._core.clip_grad import clip_grad_norm_
 from trireme._core.group_communicator import communicator_of, device_of_numbers
 from trireme._core.joined_steps import JoinedSteps
@@ -25,6 +26,7 @@ from trireme._zero import AREA, refuse
 from trireme._zero.agreement import agree_on_names, together
 from trireme._zero.checks import (
     as_param_groups,
+    check_averaged,
     check_fused_step,
     check_optimizer_class,
     check_parameters,
@@ -32,7 +34,6 @@ from trireme._zero.checks import (
     names_of,
     placement_for,
 )
-from trireme._zero.claim import Claim
 from trireme._zero.fused import fused_adam_step
 from trireme._zero.join import ZeroJoinHook
 from trireme._zero.loading import watch_loading
@@ -106,7 +107,6 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
 
     # GradScaler leaves unscaling and the decision to step to us.
     _step_supports_amp_scaling = True
-    _is_retired = False
 
     def __init__(
         self,
@@ -142,15 +142,21 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         self._options.placement = placement_for(optimizer_class, placement, self.process_group)
         check_fused_step(fused_step, stage, optimizer_class, self.process_group)
         self._options.fused_step = fused_step
-        self._all_cores: list[Zero] = []
         self._places: dict[torch.Tensor, tuple[int, int]] = {}
         self._shards: dict[torch.Tensor, torch.Tensor] = {}
-        self._names: dict[torch.Tensor, str] = {}
         self._default_device = self.param_groups[0]["params"][0].device
         self._joined: JoinedSteps | None = None
         self._communicator = communicator_of(self.process_group)  # lives as long as this
+        alive = weakref.ref(self)  # what the core calls must not keep this
+        self._zero_cores = ZeroCores(
+            communicator=self._communicator,
+            options=self._options,
+            retired=lambda: _let_go(alive()),
+        )
+        self._zero_cores.owner = alive
         self._consolidated: dict[int, dict[str, Any]] | None = None
-        with self._together(self._add_core(self.param_groups)):
+        self._add_core(self.param_groups)
+        with self._together():
             local = [self._local_group(group) for group in self.param_groups]
             self.optim = optimizer_class(local, **defaults)
         self._show_defaults()
@@ -158,80 +164,50 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
 
     @property
     def _cores(self) -> list[Zero]:
-        """One of the constructor, and one of each ``add_param_group``. Raises as _check_alive()."""
-        self._check_alive()
-        return self._all_cores
+        """One of the constructor, and one of each ``add_param_group``. Raises RuntimeError if
+        another optimizer has taken over the parameters."""
+        return self._zero_cores.live()
 
-    def _check_alive(self) -> None:
-        """Raises RuntimeError if another optimizer has taken over its parameters."""
-        if self._is_retired:
-            refuse(
-                "got a call of an optimizer whose parameters another ZeroRedundancyOptimizer has "
-                "taken over",
-                "Use the one that was made last.",
-                self.process_group,
-                kind=RuntimeError,
-            )
-
-    def _retire(self) -> None:
-        """Lets go of its parameters; what was consolidated stays."""
-        self._is_retired = True
-        for core in self._all_cores:
-            core.retire()
-        self._all_cores = []
-        self._places, self._shards = {}, {}
-        self.optim.param_groups = []
-        self.optim.state.clear()
-
-    def _add_core(self, groups: list[dict[str, Any]]) -> Claim:
+    def _add_core(self, groups: list[dict[str, Any]]) -> None:
         """Shards the parameters of ``groups``. Collective."""
         parameters = [parameter for group in groups for parameter in group["params"]]
         around = ModulesAround(parameters)
         names = names_of(groups, len(self.param_groups) - len(groups), around.names())
         numbers = device_of_numbers(self.process_group)
-        claim = None
         try:
             with together("parameters", numbers, self.process_group):
                 check_parameters(names, self.process_group)
-                claim = Claim(parameters, self, names.__getitem__)
+                check_averaged(names, self.stage, self.process_group)
+                self._zero_cores.claim([names[parameter] for parameter in parameters], parameters)
             were_given = "param_names" in groups[0]
             names = agree_on_names(names, were_given, numbers, self.process_group)
-            core = Zero(
-                names=[names[parameter] for parameter in parameters],
-                parameters=parameters,
-                communicator=self._communicator,
-                options=self._options,
-            )
+            self._zero_cores.shard([names[parameter] for parameter in parameters], parameters)
         except Exception:
-            if claim is not None:
-                claim.undo()
+            self._zero_cores.undo()
             raise
-        for index, (parameter, shard) in enumerate(zip(parameters, core.shards(), strict=True)):
-            self._places[parameter] = (len(self._cores), index)
-            self._shards[parameter] = shard
-        self._names.update(names)
-        self._cores.append(core)
-        if self.stage == 2:
-            Zero.arm_together(self._cores)
+        self._note_places()
         watch_loading(around.holders)
-        return claim
+
+    def _note_places(self) -> None:
+        self._places.clear()
+        self._shards.clear()
+        for number, core in enumerate(self._cores):
+            for index, parameter in enumerate(core.parameters()):
+                self._places[parameter] = (number, index)
+            self._shards.update(zip(core.parameters(), core.shards(), strict=True))
 
     @contextmanager
-    def _together(self, claim: Claim) -> Iterator[None]:
-        """What an optimizer of one rank refuses is refused on all ranks, and the parameters of
-        ``claim`` are as before. Collective."""
+    def _together(self) -> Iterator[None]:
+        """What an optimizer of one rank refuses is refused on all ranks, and the parameters of the
+        core that was added last are as before. Collective."""
         try:
             with together("an optimizer", self._default_device, self.process_group):
                 yield
         except Exception:
-            is_shared = self._cores.pop().shares_parameters
-            claim.undo()
-            for parameter in claim.parameters:
-                del self._places[parameter], self._shards[parameter], self._names[parameter]
-                if is_shared:  # what steps it now knows of no other rank
-                    parameter.data = parameter.detach().clone()
+            self._zero_cores.undo()
+            self._note_places()
             raise
-        claim.settle()
+        self._zero_cores.settle()
 
     def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """``group`` for this rank's optimizer: of its parameters the shards that it owns."""
@@ -241,13 +217,15 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Does what torch's does; collective once the optimizer is made."""
-        self._check_alive()
+        if self.initialized:
+            self._zero_cores.live()
         Optimizer.add_param_group(self, param_group)
         if not self.initialized:
             return
         added = self.param_groups[-1]
         try:
-            with self._together(self._add_core([added])):
+            self._add_core([added])
+            with self._together():
                 self.optim.add_param_group(self._local_group(added))
         except Exception:
             self.param_groups.pop()
@@ -294,17 +272,16 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         if self._joined is not None and (self._joined.has_run_out or self._in_join() is not None):
             self._joined.share_step()
         scaler = ScalerCheck(grad_scaler, self)
-        goes = [core.begin_step(scaler.found_inf, scaler.writes) for core in cores]
-        scaler.tell(found_inf=not all(goes))
+        goes = self._zero_cores.begin_step(scaler.found_inf, scaler.writes)
+        scaler.tell(found_inf=not goes)
         with abandoning(cores):
-            if all(goes):
+            if goes:
                 self._sync_hyperparameters()
                 scaler.unscale(self._shards.values())
                 for number, core in enumerate(cores):
                     fused_adam_step(self, number, core)
                 self.optim.step(**kwargs)
-        for core in cores:
-            core.end_step()
+        self._zero_cores.end_step()
         return loss
 
     def _in_join(self) -> JoinedSteps | None:
@@ -314,8 +291,7 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does what torch's does; under stage 2 zeros take memory for this rank's shards only."""
-        for core in self._cores:
-            core.zero_grad(set_to_none)
+        self._zero_cores.zero_grad(set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -330,13 +306,12 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
                 self.process_group,
                 kind=RuntimeError,
             )
-        for core in self._cores:
-            core.set_synchronize(False)
+        self._zero_cores.live()
+        self._zero_cores.set_synchronize(False)
         try:
             yield
         finally:
-            for core in self._cores:
-                core.set_synchronize(True)
+            self._zero_cores.set_synchronize(True)
 
     def clip_grad_norm_(
         self,
@@ -350,7 +325,7 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         Returns the norm before, the same on all ranks. Under stage 2 one all-reduce of one number
         per call of ``add_param_group`` and constructor, under stage 1 none. Collective.
         """
-        self._check_alive()
+        self._zero_cores.live()
         parameters = self._parameters()
         return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
@@ -448,3 +423,13 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
     def join_process_group(self) -> Any:
         """The group over which torch's ``Join`` counts the ranks that have inputs."""
         return self.process_group
+
+
+def _let_go(optimizer: ZeroRedundancyOptimizer | None) -> None:
+    """Drops the shards, whose parameters another one has; what was consolidated stays."""
+    if optimizer is None:
+        return
+    optimizer._places.clear()
+    optimizer._shards.clear()
+    optimizer.optim.param_groups = []
+    optimizer.optim.state.clear()

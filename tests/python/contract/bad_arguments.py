@@ -201,6 +201,7 @@ ZERO: dict[str, Case] = {
     "lazy": lambda api: zero(api, *nn.LazyLinear(2).parameters()),
     "no leaf": lambda api: zero(api, ONE * 2),
     "twice": lambda api: zero(api, group_of(ONE), group_of(ONE)),
+    "twice in a group": lambda api: zero(api, ONE, ONE),
     "no class": lambda api: zero(api, make="SGD"),
     "bad default": lambda api: zero(api, make=torch.optim.Adam, betas=(2, 2)),
     "unknown default": lambda api: zero(api, nothing=2),

@@ -56,6 +56,7 @@ TEXTS: dict[str, dict[str, str]] = {
         "a tensor": "got Parameter as params ... parameters()",
         "nothing": "got no parameters, expected at least one",
         "a group without parameters": "group without parameters",
+        "twice in a group": "twice ... Give each parameter once",
         "no class": "'SGD' as optimizer_class ... AdamW",
     },
     "fsdp": {
@@ -116,7 +117,7 @@ ALONE: dict[str, dict[type[Exception], set[str]]] = {
         ValueError: {
             *("an empty group", "stage 0", "stage 3", "stage True", "stage text", "overlap"),
             *("LBFGS", "SparseAdam", "placement", "fused", "devices"),
-            *("consolidated on rank 2", "consolidated on rank -1"),
+            *("consolidated on rank 2", "consolidated on rank -1", "twice in a group"),
         },
     },
     "fsdp": {

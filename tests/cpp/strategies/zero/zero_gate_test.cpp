@@ -219,7 +219,7 @@ TEST_CASE("parameters with memory of their own are taken in if all ranks hold th
   const auto said = on_ranks<Texts>(2, Engine::kShm, [](ThreadRank& rank) {
     UnevenNet net;
     ZeroRedundancyOptimizer<SGD> optimizer(net, SGDOptions(0.1), rank.communicator, {.stage = 2});
-    Zero& core = *optimizer.cores().front();
+    Zero& core = *optimizer.cores().all().front();
     std::vector<int64_t> all(net->parameters().size());
     std::iota(all.begin(), all.end(), 0);
     core.give_own_memory(all);
@@ -281,6 +281,39 @@ TEST_CASE("an optimizer that one rank cannot make none has, and nothing is left 
     }
     CHECK(said[0][2] == "0");
     CHECK(said[1][2] == "9");
+  }
+}
+
+TEST_CASE("a group of some of another one's parameters leaves both as they were") {
+  for (const Engine engine : kGateEngines) {
+    const auto said = on_ranks<Texts>(2, engine, [](ThreadRank& rank) {
+      UnevenNet net;
+      const auto make = [&](const auto& layer) {
+        return std::make_unique<ZeroRedundancyOptimizer<SGD>>(layer, SGDOptions(0.1),
+                                                              rank.communicator, ZeroOptions{2});
+      };
+      const auto first = make(net->first), second = make(net->second);
+      const auto step_both = [&] {
+        net->forward(part_of_batch(0, rank.where)).backward();
+        first->step();
+        second->step();
+      };
+      Texts texts{error_of(
+          [&] { second->add_param_group(OptimizerParamGroup({net->first->bias, net->gain})); })};
+      texts.push_back(error_of(step_both));
+      second->add_param_group(OptimizerParamGroup(net->first->parameters()));
+      texts.push_back(error_of([&] { train_step(net, *second, rank.where); }));
+      texts.push_back(error_of(step_both));
+      return texts;
+    });
+    for (const Texts& texts : said) {
+      CHECK_THAT(texts[0], Catch::Contains("[zero] got 'param_groups()[1].params()[0]', which "
+                                           "another ZeroRedundancyOptimizer holds, without its 1 "
+                                           "other parameters"));
+      CHECK(texts[1] == "no error");
+      CHECK(texts[2] == "no error");
+      CHECK_THAT(texts[3], Catch::Contains("has taken over"));
+    }
   }
 }
 
