@@ -1,6 +1,6 @@
 #include <trireme/grad/codes/senders.h>
 
-#include <trireme/comm/gather_texts.h>
+#include <trireme/comm/agree.h>
 #include <trireme/comm/host.h>
 #include <trireme/comm/hosts/host_layout.h>
 #include <trireme/comm/subgroups.h>
@@ -83,15 +83,13 @@ Senders make_senders(const std::shared_ptr<Communicator>& ranks, Between between
 
 void check_same_compression(Communicator& communicator,
                             const std::optional<Compression>& compression) {
-  const auto texts = differing_texts(text_of(compression), communicator, false).first;
-  if (!texts) return;
-  size_t other = 1;
-  while (texts->at(other) == texts->front()) ++other;
+  const auto difference = first_difference(
+      distinct_texts({text_of(compression), kArea}, communicator, communicator.device()));
   TORCH_CHECK_VALUE(
-      false,
+      !difference,
       error_text(kArea,
-                 "got " + texts->front() + " on rank 0 and " + texts->at(other) + " on rank " +
-                     std::to_string(other) + ", expected the same on all ranks",
+                 "got " + difference->first + " on rank 0 and " + difference->other + " on rank " +
+                     std::to_string(difference->rank) + ", expected the same on all ranks",
                  communicator.rank_of(), "Pass the same compression on every rank."));
 }
 
