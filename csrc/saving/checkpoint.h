@@ -73,8 +73,8 @@ std::string describe(at::ScalarType dtype, at::IntArrayRef sizes);
 std::vector<std::string> gather_texts(const std::string& own, const CheckpointRanks& ranks);
 
 // Returns whether any rank has an optimizer: `has` is this rank's answer, `trains` whether it has
-// something to train, as ranks may have different stages or no module. Collective. Throws ValueError, on all ranks, if one
-// has an optimizer and another one, which trains, has none.
+// something to train, as ranks may have different stages or no module. Collective. Throws
+// ValueError, on all ranks, if one has an optimizer and another one, which trains, has none.
 TRIREME_API bool some_rank_has_optimizer(bool has, bool trains, const CheckpointRanks& ranks);
 
 // Collective. Calls `work`; an error that it throws on one rank is raised on all of them.

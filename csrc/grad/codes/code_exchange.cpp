@@ -21,7 +21,10 @@ std::unique_ptr<InFlight> make(const Compression& compression, CodeExchange exch
     const bool has_dither = int8 && int8->rounding == Rounding::kStochastic;
     return make_block_codes(*format, has_dither, std::move(exchange));
   }
-  if (const auto dtype = cast_dtype(compression)) return make_casts(*dtype, std::move(exchange));
+  if (const auto dtype = cast_dtype(compression)) {
+    const bool are_two = exchange.senders->world() == 2;
+    return (are_two ? make_cast_codes : make_casts)(*dtype, std::move(exchange));
+  }
   if (const auto* method = std::get_if<TopK>(&compression))
     return make_sparse_codes(*method, std::move(exchange));
   return make_drawn_values(std::get<RandomK>(compression), std::move(exchange));

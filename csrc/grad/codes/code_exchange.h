@@ -2,6 +2,7 @@
 
 #include <trireme/comm/communicator.h>
 #include <trireme/common/export.h>
+#include <trireme/grad/codes/code_memory.h>
 #include <trireme/grad/codes/compression.h>
 #include <trireme/grad/codes/residuals.h>
 
@@ -34,7 +35,8 @@ struct CodeExchange {
   at::Tensor memory = {};  // holds their values
   double factor = 1;       // of the senders' sum
   std::string label = {};
-  double input_scale = 1;  // of the values before they are coded
+  double input_scale = 1;             // of the values before they are coded
+  CodeMemory* code_memory = nullptr;  // for the codes; null: memory of their own
 };
 
 // A code under way.
@@ -48,8 +50,9 @@ struct CodesInFlight {
 
 // Codes the gradients and starts to exchange them. Codes in blocks and of the largest values all go
 // to all, in one all-gather of bytes, and every sender adds them up in the order of ranks, so that
-// all have the same bits; extra memory: the codes of all senders. Casts and values at positions
-// drawn alike are all-reduced, and so are the matrices of PowerSGD, in two journeys. Dense
+// all have the same bits; extra memory: the codes of all senders. Casts do so between two senders;
+// between more of them they are all-reduced. So are values at positions drawn alike, and the
+// matrices of PowerSGD, in two journeys. Dense
 // gradients are in that gather, or in an all-reduce of their own.
 //
 // A residual stays as it is where a value is no finite number: of that value (casts), block, chunk,

@@ -1,5 +1,7 @@
 #include <trireme/grad/codes/gathered_codes.h>
 
+#include <trireme/kernels/cast_codes.h>
+
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -26,10 +28,11 @@ class GatheredCodes : public InFlight {
     for (const CodedGradient& gradient : exchange_.gradients) bytes_ += aligned(bytes_of(gradient));
     if (bytes_ == 0) return 0;
     const int64_t world = exchange_.senders->world();
-    const at::Tensor own = at::empty({bytes_}, at::kByte);
+    const at::Tensor own = take_memory(bytes_, at::kByte);
     write(static_cast<std::byte*>(own.data_ptr()));
     const c10::Device device = exchange_.senders->device();
-    all_ = at::empty({world * bytes_}, own.options().device(device));
+    all_ = device.is_cpu() ? take_memory(world * bytes_, at::kByte)
+                           : at::empty({world * bytes_}, own.options().device(device));
     verbs_.push_back(exchange_.senders->all_gather({all_}, {own.to(device)}, exchange_.label));
     return (world - 1) * bytes_;
   }
@@ -114,6 +117,30 @@ class BlockCodes final : public GatheredCodes {
   bool has_dither_;
 };
 
+// Rounded values of two senders. An engine would round their sum again, and many sum 16 bits up one
+// by one.
+class CastCodes final : public GatheredCodes {
+ public:
+  CastCodes(at::ScalarType dtype, CodeExchange exchange)
+      : GatheredCodes(std::move(exchange)), dtype_(dtype) {}
+
+ private:
+  int64_t code_bytes_of(const CodedGradient& gradient) const override {
+    return gradient.numel * static_cast<int64_t>(c10::elementSize(dtype_));
+  }
+  void encode_to(std::byte* code, const CodedGradient& gradient) const override {
+    encode(CastValues{gradient.values, residual_of(gradient)}, {code, dtype_, gradient.numel},
+           /*factor=*/1);
+  }
+  void decode_from(const Codes& codes, const CodedGradient& gradient) const override {
+    std::vector<ConstSpan> spans;
+    for (const std::byte* code : codes) spans.push_back({code, dtype_, gradient.numel});
+    decode(spans, values_of(gradient), exchange_.factor);
+  }
+
+  at::ScalarType dtype_;
+};
+
 class SparseCodes final : public GatheredCodes {
  public:
   SparseCodes(const TopK& method, CodeExchange exchange)
@@ -144,6 +171,10 @@ class SparseCodes final : public GatheredCodes {
 std::unique_ptr<InFlight> make_block_codes(const BlockFormat& format, bool has_dither,
                                            CodeExchange exchange) {
   return std::make_unique<BlockCodes>(format, has_dither, std::move(exchange));
+}
+
+std::unique_ptr<InFlight> make_cast_codes(at::ScalarType dtype, CodeExchange exchange) {
+  return std::make_unique<CastCodes>(dtype, std::move(exchange));
 }
 
 std::unique_ptr<InFlight> make_sparse_codes(const TopK& method, CodeExchange exchange) {

@@ -34,6 +34,7 @@ void GradientCoder::begin_step() {
   senders();
   journeys_ = std::make_shared<BucketJourneys>(*senders_);
   residuals_.forget_copies();
+  memory_.forget_unused();
   sent_ = {};
   ++steps_;
 }
@@ -51,6 +52,7 @@ Pending GradientCoder::code(const CodedBucket& bucket) {
   const double share = static_cast<double>(senders_->count) / static_cast<double>(ranks_->world());
   CodeExchange codes{senders_->between, {}, journey.memory, bucket.scale / share, bucket.label};
   codes.input_scale = share;
+  codes.code_memory = &memory_;
   const int64_t reals = bucket.payload.is_complex() ? 2 : 1;
   for (const CodedParameter& parameter : bucket.parameters) {
     const at::Tensor values =

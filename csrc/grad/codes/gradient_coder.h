@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/grad/codes/bucket_journey.h>
+#include <trireme/grad/codes/code_memory.h>
 #include <trireme/grad/codes/compression.h>
 #include <trireme/grad/codes/residuals.h>
 #include <trireme/grad/codes/senders.h>
@@ -93,6 +94,7 @@ class TRIREME_API GradientCoder {
   std::optional<Senders> senders_;
   Compression compression_;
   Residuals residuals_;
+  CodeMemory memory_;
   std::shared_ptr<BucketJourneys> journeys_;  // of this step
   int64_t steps_ = 0;
   SentCodes sent_;

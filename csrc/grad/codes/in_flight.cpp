@@ -42,6 +42,11 @@ float* InFlight::residual_of(const CodedGradient& gradient) {
   return residual.defined() ? residual.data_ptr<float>() : nullptr;
 }
 
+at::Tensor InFlight::take_memory(int64_t numel, at::ScalarType dtype) const {
+  CodeMemory* memory = exchange_.code_memory;
+  return memory != nullptr ? memory->take(numel, dtype) : at::empty({numel}, dtype);
+}
+
 int64_t InFlight::reduce(at::Tensor& tensor) {
   if (tensor.numel() == 0) return 0;
   tensor = tensor.to(exchange_.senders->device());
@@ -53,7 +58,7 @@ at::Tensor InFlight::packed_dense() const {
   int64_t numel = 0;
   for (const CodedGradient& gradient : exchange_.gradients)
     if (gradient.is_dense) numel += gradient.numel;
-  at::Tensor packed = at::empty({numel}, at::kFloat);
+  at::Tensor packed = take_memory(numel, at::kFloat);
   each_dense(exchange_, packed,
              [&](Span values, Span to) { scaled_copy(to, values, exchange_.factor); });
   return packed;

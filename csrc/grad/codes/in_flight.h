@@ -32,6 +32,8 @@ class InFlight : public Pending::State {
   }
   // Returns null without error feedback.
   static float* residual_of(const CodedGradient& gradient);
+  // Returns memory on the CPU for codes.
+  at::Tensor take_memory(int64_t numel, at::ScalarType dtype) const;
   // Starts to sum `tensor` up, which may be replaced by one on the senders' device. Returns its
   // bytes.
   int64_t reduce(at::Tensor& tensor);

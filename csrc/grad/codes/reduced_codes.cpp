@@ -1,5 +1,6 @@
 #include <trireme/grad/codes/reduced_codes.h>
 
+#include <trireme/kernels/cast_codes.h>
 #include <trireme/kernels/random_bits.h>
 
 #include <ATen/ATen.h>
@@ -23,7 +24,7 @@ class ReducedCodes : public InFlight {
     int64_t numel = 0;
     for (const CodedGradient& gradient : exchange_.gradients)
       if (!gradient.is_dense) numel += code_numel(gradient);
-    codes_ = at::empty({numel}, dtype_);
+    codes_ = take_memory(numel, dtype_);
     each([&](const CodedGradient& gradient, Span code) { encode_to(code, gradient); });
     dense_ = packed_dense();
     const int64_t sent = reduce(codes_);
@@ -67,21 +68,7 @@ class Casts final : public ReducedCodes {
 
  private:
   void encode_to(Span code, const CodedGradient& gradient) const override {
-    constexpr int64_t kPiece = 512;
-    float* residual = residual_of(gradient);
-    if (residual == nullptr) return scaled_copy(code, values_of(gradient), exchange_.factor);
-    float sums[kPiece];
-    float decoded[kPiece];
-    for (int64_t begin = 0; begin < gradient.numel; begin += kPiece) {
-      const int64_t count = std::min(kPiece, gradient.numel - begin);
-      for (int64_t i = 0; i < count; ++i)
-        sums[i] = gradient.values[begin + i] + residual[begin + i];
-      const Span piece = slice(code, begin, begin + count);
-      scaled_copy(piece, {sums, at::kFloat, count}, exchange_.factor);
-      scaled_copy({decoded, at::kFloat, count}, piece, 1 / exchange_.factor);
-      for (int64_t i = 0; i < count; ++i)
-        if (std::isfinite(decoded[i])) residual[begin + i] = sums[i] - decoded[i];
-    }
+    encode(CastValues{gradient.values, residual_of(gradient)}, code, exchange_.factor);
   }
   void decode_from(Span code, const CodedGradient& gradient) const override {
     scaled_copy(values_of(gradient), code, 1);

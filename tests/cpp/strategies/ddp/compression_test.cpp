@@ -1,6 +1,5 @@
 // Compressed gradients of DDP: what goes over the wire, and that training resumes bit for bit.
 
-#include <trireme/comm/recording_communicator.h>
 #include <trireme/saving/module_checkpoint.h>
 #include <trireme/strategies/ddp/distributed_data_parallel.h>
 
@@ -9,6 +8,7 @@
 
 #include <atomic>
 #include <catch_torch.h>
+#include <recording_communicator.h>
 #include <string>
 #include <temporary_folder.h>
 #include <thread_ranks.h>
@@ -17,9 +17,11 @@
 namespace trireme::compression_test {
 
 using torch::nn::Linear;
+using trireme::test::RecordingCommunicator;
 using trireme::test::run_thread_ranks;
 using trireme::test::TemporaryFolder;
 using trireme::test::ThreadRank;
+using trireme::test::WireRecord;
 using Model = DistributedDataParallel<Linear>;
 
 namespace {
