@@ -100,7 +100,9 @@ bool HostStore::holds(int64_t parameter, const at::Tensor& tensor) const {
       tensor.scalar_type() != info.dtype || tensor.sizes() != at::IntArrayRef(info.sizes))
     return false;
   if (info.numel == 0) return true;
-  return tensor.is_contiguous() && tensor.const_data_ptr() == data_of(parameter);
+  // fully_shard's parameters, for one, must not be read while they are not gathered.
+  const bool is_readable = !tensor.storage().unsafeGetStorageImpl()->throw_on_immutable_data_ptr();
+  return is_readable && tensor.is_contiguous() && tensor.const_data_ptr() == data_of(parameter);
 }
 
 uint64_t HostStore::version() const {

@@ -163,6 +163,7 @@ Pending GatheredParams::gather_now(bool of_pieces, const std::string& label) {
 
 void GatheredParams::take_buffer(const std::string& label) {
   c10::StorageImpl& storage = *storage_.unsafeGetStorageImpl();
+  storage.clear_data_ptr_access_error_msg_();
   storage.set_data_ptr_noswap(pool_->take(bytes_, label.c_str()));
   storage.set_nbytes(static_cast<size_t>(bytes_));
   has_memory_ = true;
@@ -189,6 +190,15 @@ void GatheredParams::release() {
   c10::StorageImpl& storage = *storage_.unsafeGetStorageImpl();
   storage.set_data_ptr_noswap(at::DataPtr(nullptr, device_));
   storage.set_nbytes(0);
+  refuse_access();
+}
+
+// torch would read from address 0.
+void GatheredParams::refuse_access() const {
+  if (bytes_ == 0) return;
+  storage_.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
+      error_text("fully_shard", "got an access to parameters while they are not gathered",
+                 communicator_->rank_of(), "Read this rank's shards, or call unshard() first."));
 }
 
 void GatheredParams::copy_pieces(bool into_buffer) const {

@@ -38,7 +38,8 @@ at::Tensor gather_whole(const ShardedParamSpec& spec, const at::Tensor& shard,
 // rows as the longest; since torch.chunk's rule leaves only the last ones short, the parameter is
 // the front of that, whether its shards are even or not. A rank writes its own, cast to param_dtype
 // if it has one, and all are gathered in place, in one collective. Between release() and gather()
-// the unsharded tensors have no memory; they stay the same tensors.
+// the unsharded tensors have no memory, and whoever reads or writes them gets a
+// c10::Error; they stay the same tensors.
 //
 // Offloaded shards lie in CPU memory, pinned if possible, and are copied to the device when they
 // are gathered, or, with ShardOffload::kOptimizer, once when they were written.
@@ -89,6 +90,7 @@ class GatheredParams final : public ParamMemory {
   at::Tensor on_host(at::IntArrayRef sizes, const ShardedParamSpec& spec) const;
   void lay_out(Entry& entry, const at::Tensor& buffer, int64_t offset_bytes) const;
   void take_buffer(const std::string& label);
+  void refuse_access() const;
   Pending gather_now(bool of_pieces, const std::string& label);
   void copy_in_shards(bool only_replicated);
   void copy_pieces(bool into_buffer) const;
