@@ -101,7 +101,7 @@ void init_zero(py::module_& module) {
         return to_dict(report);
       });
 
-  py::class_<ZeroCores, std::shared_ptr<ZeroCores>>(module, "ZeroCores", py::dynamic_attr())
+  py::class_<ZeroCores, std::shared_ptr<ZeroCores>>(module, "ZeroCores")
       .def(py::init([](std::shared_ptr<Communicator> communicator, const ZeroOptions& options,
                        py::function retired) {
              return std::make_shared<ZeroCores>(std::move(communicator), options,

@@ -1,6 +1,7 @@
 #include <trireme/kernels/sparse_codes.h>
 
 #include <trireme/common/error.h>
+#include <trireme/common/half.h>
 
 #include <algorithm>
 #include <bit>
@@ -9,6 +10,7 @@
 #include <functional>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace trireme {
@@ -18,9 +20,24 @@ constexpr auto kFloatBytes = static_cast<int64_t>(sizeof(float));
 constexpr int64_t kPlaceBits = 32;
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-int64_t bits_of_place(const SparseFormat& format) {
+// The two sizes of a chunk's values.
+struct Sizes {
+  cpu::Half small;
+  cpu::Half large;
+};
+
+bool has_sizes(const SparseFormat& format) { return format.bits == 2; }
+
+// Returns the bits of a place, and of a sign and a size if they are beside it.
+int64_t bits_of_number(const SparseFormat& format) {
   if (format.chunk == 0) return kPlaceBits;
-  return std::bit_width(static_cast<uint64_t>(format.chunk)) - 1;
+  return std::bit_width(static_cast<uint64_t>(format.chunk)) - 1 + (has_sizes(format) ? 2 : 0);
+}
+
+// Returns the bytes in front of the numbers.
+int64_t bytes_of_values(const SparseFormat& format, int64_t numel) {
+  if (!has_sizes(format)) return format.count(numel) * kFloatBytes;
+  return (numel + format.chunk - 1) / format.chunk * static_cast<int64_t>(sizeof(Sizes));
 }
 
 // Calls visit(begin, numel) for each run whose largest values are sent.
@@ -36,12 +53,12 @@ class Bits {
  public:
   Bits(std::byte* data, int64_t width) : data_(data), width_(width) {}
 
-  void write(int64_t number, uint32_t value) {
+  void write(int64_t number, uint64_t value) {
     if (width_ == 0) return;
     uint64_t word = 0;
     std::byte* at = data_ + number * width_ / 8;
     std::memcpy(&word, at, sizeof(word));
-    word |= static_cast<uint64_t>(value) << (number * width_ % 8);
+    word |= value << (number * width_ % 8);
     std::memcpy(at, &word, sizeof(word));
   }
 
@@ -50,14 +67,14 @@ class Bits {
   int64_t width_;
 };
 
-uint32_t read_bits(const std::byte* data, int64_t bytes, int64_t width, int64_t number) {
+uint64_t read_bits(const std::byte* data, int64_t bytes, int64_t width, int64_t number) {
   if (width == 0) return 0;
   const int64_t begin = number * width / 8;
   uint64_t word = 0;
   std::memcpy(&word, data + begin,
               static_cast<size_t>(std::min<int64_t>(sizeof(word), bytes - begin)));
   const uint64_t mask = (uint64_t{1} << width) - 1;
-  return static_cast<uint32_t>((word >> (number * width % 8)) & mask);
+  return (word >> (number * width % 8)) & mask;
 }
 
 // The coding of one run at a time.
@@ -66,55 +83,104 @@ class Coder {
   Coder(const SparseFormat& format, const SparseValues& from, std::byte* code)
       : format_(format),
         from_(from),
-        values_(reinterpret_cast<float*>(code)),
         code_(code),
-        width_(bits_of_place(format)),
-        places_(static_cast<size_t>(place_bytes() + 8), std::byte{0}) {}
+        width_(bits_of_number(format)),
+        numbers_(static_cast<size_t>(number_bytes() + 8), std::byte{0}) {}
 
   void run() {
     for_runs(format_, from_.numel, [&](int64_t begin, int64_t numel) { code_run(begin, numel); });
-    std::copy_n(places_.begin(), place_bytes(), code_ + format_.count(from_.numel) * kFloatBytes);
+    std::copy_n(numbers_.begin(), number_bytes(), code_ + bytes_of_values(format_, from_.numel));
   }
 
  private:
-  int64_t place_bytes() const {
-    return format_.bytes(from_.numel) - format_.count(from_.numel) * kFloatBytes;
+  int64_t number_bytes() const {
+    return format_.bytes(from_.numel) - bytes_of_values(format_, from_.numel);
   }
 
   void code_run(int64_t begin, int64_t numel) {
+    const int64_t count = sent_of(format_.density, numel);
+    picked_.clear();
+    if (add_up(begin, numel)) {
+      from_.threshold != nullptr ? pick_above(threshold(count), count) : pick_largest(count);
+      has_sizes(format_) ? write_sizes() : write_values(count);
+      if (from_.residual) std::copy(sums_.begin(), sums_.end(), from_.residual + begin);
+    } else {
+      write_nan(count);
+    }
+    sent_ += count;
+    ++runs_;
+  }
+
+  // Returns whether all sums are finite.
+  bool add_up(int64_t begin, int64_t numel) {
     sums_.resize(static_cast<size_t>(numel));
-    bool is_finite = true;
     for (int64_t i = 0; i < numel; ++i) {
       const float kept = from_.residual ? from_.decay * from_.residual[begin + i] : 0.0F;
       sums_[static_cast<size_t>(i)] = from_.values[begin + i] + kept;
     }
+    bool is_finite = true;
     for (const float sum : sums_) is_finite = is_finite && std::isfinite(sum);
-    const int64_t count = sent_of(format_.density, numel);
-    const int64_t end = sent_ + count;
-    if (!is_finite) {
-      send(0, kNan);
-    } else {
-      if (from_.threshold != nullptr) {
-        send_above(threshold(count), count);
-      } else {
-        send_largest(count);
-      }
-      if (from_.residual) std::copy(sums_.begin(), sums_.end(), from_.residual + begin);
+    return is_finite;
+  }
+
+  // The code of a run with fewer values than there is room for ends with zeros at place 0.
+  void write_values(int64_t count) {
+    auto* values = reinterpret_cast<float*>(code_) + sent_;
+    std::fill_n(values, count, 0.0F);
+    for (size_t i = 0; i < picked_.size(); ++i) {
+      values[i] = std::exchange(sums_[picked_[i]], 0.0F);
+      write_number(i, picked_[i]);
     }
-    for (; sent_ < end; ++sent_) values_[sent_] = 0;  // nothing more: zeros at place 0
   }
 
-  void send(int64_t place, float value) {
-    values_[sent_] = value;
-    Bits(places_.data(), width_).write(sent_, static_cast<uint32_t>(place));
-    ++sent_;
-  }
-  void take(size_t place) {
-    send(static_cast<int64_t>(place), sums_[place]);
-    sums_[place] = 0;
+  void write_sizes() {
+    const auto [small, large] = sizes_of_picked();
+    write(Sizes{cpu::to_half(small), cpu::to_half(large)});
+    for (size_t i = 0; i < picked_.size(); ++i) {
+      float& sum = sums_[picked_[i]];
+      const bool is_large = std::abs(sum) >= mean_, is_negative = std::signbit(sum);
+      write_number(i, picked_[i] * 4 + (is_large ? 2U : 0U) + (is_negative ? 1U : 0U));
+      sum -= std::copysign(is_large ? large : small, sum);
+    }
   }
 
-  void send_largest(int64_t count) {
+  // Returns what fp16 makes of the means of the smaller sizes and of the larger ones.
+  std::pair<float, float> sizes_of_picked() {
+    double all = 0, large = 0;
+    int64_t count = 0;
+    for (const size_t place : picked_) all += std::abs(sums_[place]);
+    mean_ = all / static_cast<double>(picked_.size());
+    for (const size_t place : picked_) {
+      if (std::abs(sums_[place]) < mean_) continue;
+      large += std::abs(sums_[place]);
+      ++count;
+    }
+    const auto rest = static_cast<double>(static_cast<int64_t>(picked_.size()) - count);
+    return {as_half(rest > 0 ? (all - large) / rest : 0),
+            as_half(count > 0 ? large / static_cast<double>(count) : 0)};
+  }
+
+  // What is too large for fp16 stays in the residual.
+  static float as_half(double size) {
+    constexpr double kMost = 65504;
+    return cpu::to_float(cpu::to_half(static_cast<float>(std::min(size, kMost))));
+  }
+
+  void write_nan(int64_t count) {
+    if (has_sizes(format_)) return write(Sizes{cpu::to_half(kNan), cpu::to_half(kNan)});
+    auto* values = reinterpret_cast<float*>(code_) + sent_;
+    std::fill_n(values, count, 0.0F);
+    values[0] = kNan;
+  }
+
+  void write(const Sizes& sizes) {
+    std::memcpy(code_ + runs_ * static_cast<int64_t>(sizeof(sizes)), &sizes, sizeof(sizes));
+  }
+  void write_number(size_t index, uint64_t number) {
+    Bits(numbers_.data(), width_).write(sent_ + static_cast<int64_t>(index), number);
+  }
+
+  void pick_largest(int64_t count) {
     sizes_.resize(sums_.size());
     for (size_t i = 0; i < sums_.size(); ++i) sizes_[i] = std::abs(sums_[i]);
     std::nth_element(sizes_.begin(), sizes_.begin() + (count - 1), sizes_.end(), std::greater<>());
@@ -123,14 +189,14 @@ class Coder {
     for (size_t i = 0; i < sums_.size(); ++i) equal -= std::abs(sums_[i]) > least ? 1 : 0;
     for (size_t i = 0; i < sums_.size(); ++i) {
       const float size = std::abs(sums_[i]);
-      if (size > least || (size == least && equal-- > 0)) take(i);
+      if (size > least || (size == least && equal-- > 0)) picked_.push_back(i);
     }
   }
 
-  void send_above(float least, int64_t count) {
+  void pick_above(float least, int64_t count) {
     for (size_t i = 0; i < sums_.size() && count > 0; ++i) {
       if (std::abs(sums_[i]) < least || sums_[i] == 0) continue;
-      take(i);
+      picked_.push_back(i);
       --count;
     }
   }
@@ -162,13 +228,15 @@ class Coder {
 
   const SparseFormat& format_;
   const SparseValues& from_;
-  float* values_;
   std::byte* code_;
   int64_t width_;
-  std::vector<std::byte> places_;
+  std::vector<std::byte> numbers_;
   std::vector<float> sums_;
   std::vector<float> sizes_;
-  int64_t sent_ = 0;
+  std::vector<size_t> picked_;  // places of a run that are sent
+  double mean_ = 0;             // of their sizes
+  int64_t sent_ = 0;            // values of the runs before
+  int64_t runs_ = 0;
 };
 
 [[noreturn]] void refuse_place(int64_t place, int64_t numel) {
@@ -178,20 +246,55 @@ class Coder {
                                       {}, "Another rank has sent something else than a code."));
 }
 
-void add_code(const SparseFormat& format, const std::byte* code, float* to, int64_t numel) {
-  const int64_t count = format.count(numel);
-  const int64_t place_bytes = format.bytes(numel) - count * kFloatBytes;
-  const int64_t width = bits_of_place(format);
-  int64_t number = 0;
-  for_runs(format, numel, [&](int64_t begin, int64_t length) {
-    for (const int64_t end = number + sent_of(format.density, length); number < end; ++number) {
+// A code that is added up, run by run.
+class Decoder {
+ public:
+  Decoder(const SparseFormat& format, const std::byte* code, int64_t numel)
+      : format_(format),
+        code_(code),
+        numbers_(code + bytes_of_values(format, numel)),
+        number_bytes_(format.bytes(numel) - bytes_of_values(format, numel)),
+        width_(bits_of_number(format)) {}
+
+  void add_run(float* to, int64_t numel) {
+    const Sizes sizes = has_sizes(format_) ? at<Sizes>(runs_++) : Sizes{};
+    const float values[] = {cpu::to_float(sizes.small), cpu::to_float(sizes.large)};
+    for (const int64_t end = sent_ + sent_of(format_.density, numel); sent_ < end; ++sent_) {
+      uint64_t number = read_bits(numbers_, number_bytes_, width_, sent_);
       float value = 0;
-      std::memcpy(&value, code + number * kFloatBytes, sizeof(value));
-      const int64_t place = read_bits(code + count * kFloatBytes, place_bytes, width, number);
-      if (place >= length) refuse_place(place, length);
-      to[begin + place] += value;
+      if (has_sizes(format_)) {
+        value = (number & 1) != 0 ? -values[number >> 1 & 1] : values[number >> 1 & 1];
+        number >>= 2;
+      } else {
+        value = at<float>(sent_);
+      }
+      const auto place = static_cast<int64_t>(number);
+      if (place >= numel) refuse_place(place, numel);
+      to[place] += value;
     }
-  });
+  }
+
+ private:
+  template <typename T>
+  T at(int64_t index) const {
+    T value;
+    std::memcpy(&value, code_ + index * static_cast<int64_t>(sizeof(T)), sizeof(T));
+    return value;
+  }
+
+  const SparseFormat& format_;
+  const std::byte* code_;
+  const std::byte* numbers_;
+  int64_t number_bytes_;
+  int64_t width_;
+  int64_t sent_ = 0;
+  int64_t runs_ = 0;
+};
+
+void add_code(const SparseFormat& format, const std::byte* code, float* to, int64_t numel) {
+  Decoder decoder(format, code, numel);
+  for_runs(format, numel,
+           [&](int64_t begin, int64_t length) { decoder.add_run(to + begin, length); });
 }
 
 }  // namespace
@@ -207,7 +310,7 @@ int64_t SparseFormat::count(int64_t numel) const {
 }
 
 int64_t SparseFormat::bytes(int64_t numel) const {
-  return count(numel) * kFloatBytes + (count(numel) * bits_of_place(*this) + 7) / 8;
+  return bytes_of_values(*this, numel) + (count(numel) * bits_of_number(*this) + 7) / 8;
 }
 
 void encode(const SparseFormat& format, const SparseValues& from, std::byte* code) {

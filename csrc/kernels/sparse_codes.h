@@ -16,9 +16,17 @@ TRIREME_API int64_t sent_of(double density, int64_t numel);
 //   [ values: fp32 ][ places: 32 bits each, or log2(chunk) bits in chunks ]
 //
 // Each run and chunk of n values sends ceil(density * n). Ties go to the lower place.
+//
+// In chunks values may have 2 bits in place of 32, a sign and which of two sizes:
+//
+//   [ sizes: two fp16 per chunk ][ numbers: place * 4 + is_large * 2 + is_negative ]
+//
+// The sizes are the means of the sent sizes that are at least, and that are below, the mean of all
+// of them in the chunk.
 struct SparseFormat {
   double density = 0.01;
   int64_t chunk = 0;  // a power of two; 0: no chunks
+  int64_t bits = 32;  // of a value; 2 in chunks only
 
   int64_t count(int64_t numel) const;  // values that are sent of a run
   TRIREME_API int64_t bytes(int64_t numel) const;

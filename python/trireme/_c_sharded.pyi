@@ -1,7 +1,7 @@
 """What is in trireme._C for ZeRO, fully_shard, Join and clipping. A part of _C.pyi, no module."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch.distributed.distributed_c10d import ProcessGroup
@@ -55,8 +55,6 @@ class Zero:
     def last_step(self) -> dict[str, float]: ...
 
 class ZeroCores:
-    owner: Callable[[], Any]
-    """A weak reference to the optimizer, which has set it."""
     def __init__(
         self, *, communicator: Communicator, options: ZeroOptions, retired: Callable[[], None]
     ) -> None: ...

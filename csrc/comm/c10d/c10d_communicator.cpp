@@ -20,6 +20,8 @@
 #include <atomic>
 #include <functional>
 #include <map>
+#include <system_error>
+#include <thread>
 #include <tuple>
 #include <utility>
 
@@ -199,6 +201,16 @@ class C10dCommunicator final : public Communicator {
         is_gloo_(request.is_gloo),
         make_of_part_(request.make_of_part) {
     health_->is_fake = is_fake(*group_, only_device_.value_or(c10::kCPU).type());
+  }
+
+  // torch's Gloo ends only when its last operation has, for which a rank that has failed may never
+  // come: nobody waits for the end of a failed group.
+  ~C10dCommunicator() override {
+    if (!health_->failure()) return;
+    try {
+      std::thread([group = std::move(group_)]() mutable { group.reset(); }).detach();
+    } catch (const std::system_error&) {  // no thread: it has ended here
+    }
   }
 
   RankOf rank_of() const override { return where_; }

@@ -97,9 +97,6 @@ void check_own(const TopK& method) {
     refuse("chunk", text_of(*method.chunk), "a power of two");
   if (method.bits != 2 && method.bits != 32) refuse("bits", text_of(method.bits), "2 or 32");
   if (method.bits == 2 && !method.chunk) refuse("bits", "2", "a chunk beside it");
-  TORCH_CHECK_NOT_IMPLEMENTED(method.bits == 32,
-                              error_text("compression", "got bits=2, which is not there yet", {},
-                                         "Leave it out: values then have 32 bits."));
 }
 void check_own(const PowerSGD& method) {
   check_at_least(1, "rank", method.rank);
@@ -187,7 +184,7 @@ std::optional<at::ScalarType> cast_dtype(const Compression& compression) {
 }
 
 SparseFormat sparse_format(const TopK& method) {
-  return {method.density, method.chunk.value_or(0)};
+  return {method.density, method.chunk.value_or(0), method.bits};
 }
 
 MatrixShape matrix_shape(at::IntArrayRef sizes) {

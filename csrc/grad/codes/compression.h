@@ -98,7 +98,7 @@ struct Sign {
 struct TopK {
   double density = 0.01;              // in (0, 1]: ceil(density * n) of n elements are sent
   std::optional<int64_t> chunk = {};  // a power of two; all of the parameter if absent
-  int64_t bits = 32;                  // of a value
+  int64_t bits = 32;                  // of a value; 2 in chunks: sparse_codes.h
   bool exact = false;
   double decay = 1;
   bool error_feedback = true;
@@ -139,8 +139,7 @@ struct PowerSGD {
 
 using Compression = std::variant<Fp16, Bf16, Int8, Int4, Sign, TopK, RandomK, PowerSGD>;
 
-// Throws ValueError, naming the argument, for one that its method cannot have, and
-// c10::NotImplementedError for TopK::bits of 2.
+// Throws ValueError, naming the argument, for one that its method cannot have.
 TRIREME_API void check(const Compression& compression);
 
 // Returns "Int4".

@@ -110,7 +110,8 @@ class TopK(Compression):
         density: in (0, 1].
         chunk: a power of two; the largest of each chunk of so many elements. Indices then take
             ``log2(chunk)`` bits.
-        bits: of a value.
+        bits: of a value; 2 in chunks only: a sign, and which of two sizes, which are the means of
+            the larger and of the smaller ones sent of a chunk (SparseLoCo, 2025).
         exact: parameters of 65,536 elements and more otherwise send those above a threshold, which
             is kept from step to step and corrected by a sample: at most as many, and 0.8 of them or
             more on average. Chunks are always exact.

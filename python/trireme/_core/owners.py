@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -173,12 +174,19 @@ note_stages, stages_of = _stages.note_all, _stages.of
 """Of which module it is one rank's: other ranks have other parameters."""
 
 
+_optimizers: WeakKeyDictionary[ZeroCores, weakref.ref[ShardedOptimizer]] = WeakKeyDictionary()
+
+
+def note_optimizer(cores: ZeroCores, optimizer: ShardedOptimizer) -> None:
+    """Says that ``cores`` are those of ``optimizer``."""
+    _optimizers[cores] = weakref.ref(optimizer)
+
+
 def optimizer_of(parameter: torch.Tensor) -> ShardedOptimizer | None:
     """The living optimizer that shards ``parameter``."""
     cores = ZeroCores.of(parameter)
-    if cores is None or not hasattr(cores, "owner"):  # none has, or one of C++
-        return None
-    return cores.owner()
+    found = None if cores is None else _optimizers.get(cores)
+    return None if found is None else found()
 
 
 def group_of_stages(module: object) -> dist.ProcessGroup | None:

@@ -20,7 +20,7 @@ from trireme._core.clip_grad import clip_grad_norm_
 from trireme._core.group_communicator import communicator_of, device_of_numbers
 from trireme._core.joined_steps import JoinedSteps
 from trireme._core.modules_around import ModulesAround
-from trireme._core.owners import ShardedOptimizer, hyperparameters
+from trireme._core.owners import ShardedOptimizer, hyperparameters, note_optimizer
 from trireme._core.writing import abandoning
 from trireme._zero import AREA, refuse
 from trireme._zero.agreement import agree_on_names, together
@@ -153,7 +153,7 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
             options=self._options,
             retired=lambda: _let_go(alive()),
         )
-        self._zero_cores.owner = alive
+        note_optimizer(self._zero_cores, self)
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._add_core(self.param_groups)
         with self._together():

@@ -58,6 +58,18 @@ Floats expected_of(const SparseFormat& format, const Floats& values) {
   return expected;
 }
 
+// Decodes bytes that nobody has coded.
+void decode_any(const SparseFormat& format, int64_t numel, std::mt19937& random) {
+  Bytes code(static_cast<size_t>(format.bytes(numel)));
+  for (int turn = 0; turn < 20; ++turn) {
+    for (std::byte& byte : code) byte = static_cast<std::byte>(random());
+    try {
+      decoded(format, code, numel);
+    } catch (const c10::ValueError&) {
+    }
+  }
+}
+
 template <typename Visit>
 void each_format(const Visit& visit) {
   for (const double density : kDensities)
@@ -88,6 +100,17 @@ TEST_CASE("a code of the largest values takes as many bytes as it says") {
   CHECK(SparseFormat{0.5, 8}.bytes(9) == 5 * 4 + 2);
 }
 
+TEST_CASE("values of two bits are a sign and one of two sizes, and nothing is lost") {
+  const SparseFormat format{0.5, 8, 2};
+  CHECK(format.bytes(9) == 2 * 4 + (5 * (3 + 2) + 7) / 8);
+  const Floats values{1, -9, 2, 8, 0.5, -3, 0.25, 0, -1e9F};
+  Floats residual(9, 0);
+  const Floats found = decoded(format, encoded(format, {values.data(), residual.data(), 9}), 9);
+  // Of 9, 8, 3 and 2, with the mean 5.5; and what fp16 holds of 1e9.
+  CHECK(found == Floats{0, -8.5F, 2.5F, 8.5F, 0, -2.5F, 0, 0, -65504});
+  for (size_t i = 0; i < 9; ++i) CHECK(residual[i] == values[i] - found[i]);
+}
+
 TEST_CASE("a threshold sends at most as many, and nothing is lost") {
   const SparseFormat format{0.01};
   constexpr int64_t kNumel = 100'000;
@@ -115,8 +138,8 @@ TEST_CASE("a threshold sends at most as many, and nothing is lost") {
 }
 
 TEST_CASE("a run that holds what is not finite says so, and keeps its residual") {
-  for (const int64_t chunk : {int64_t{0}, int64_t{64}}) {
-    const SparseFormat format{0.1, chunk};
+  for (const SparseFormat format : {SparseFormat{0.1}, {0.1, 64}, {0.1, 64, 2}}) {
+    const int64_t chunk = format.chunk;
     Floats values = drawn(200, 1);
     values[70] = std::numeric_limits<float>::infinity();
     const Floats before = drawn(200, 2);
@@ -132,14 +155,8 @@ TEST_CASE("a run that holds what is not finite says so, and keeps its residual")
 TEST_CASE("a place outside of the run is refused; other bytes are a code") {
   std::mt19937 random(5);
   each_format([&](const SparseFormat& format, int64_t numel) {
-    Bytes code(static_cast<size_t>(format.bytes(numel)));
-    for (int turn = 0; turn < 20; ++turn) {
-      for (std::byte& byte : code) byte = static_cast<std::byte>(random());
-      try {
-        decoded(format, code, numel);
-      } catch (const c10::ValueError&) {
-      }
-    }
+    decode_any(format, numel, random);
+    if (format.chunk != 0) decode_any({format.density, format.chunk, 2}, numel, random);
   });
   const SparseFormat format{0.5};
   Bytes code(static_cast<size_t>(format.bytes(4)), std::byte{255});

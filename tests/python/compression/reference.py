@@ -65,6 +65,28 @@ def by_size(density: float) -> Callable[[Values], Values]:
     return decoded
 
 
+def by_two_sizes(density: float) -> Callable[[Values], Values]:
+    """The means of the larger and of the smaller ones that are sent, as fp16."""
+
+    def as_half(size: float) -> np.float32:
+        return np.float32(np.float16(np.float32(min(size, 65504.0))))
+
+    def decoded(run: Values) -> Values:
+        order = np.lexsort((np.arange(len(run)), -np.abs(run)))
+        chosen = np.sort(order[: math.ceil(density * len(run))])
+        sizes = [float(abs(one)) for one in run[chosen]]
+        mean = sum(sizes) / len(sizes)
+        large = [size for size in sizes if size >= mean]
+        small = (sum(sizes) - sum(large)) / max(1, len(sizes) - len(large))
+        of_large, of_small = as_half(sum(large) / max(1, len(large))), as_half(small)
+        sent = np.zeros_like(run)
+        for place, size in zip(chosen, sizes, strict=True):
+            sent[place] = np.copysign(of_large if size >= mean else of_small, run[place])
+        return sent
+
+    return decoded
+
+
 def decoded(method: Compression, values: Values) -> Values:
     """What the others make of a code of these values."""
     if method.bytes(len(values)) == 4 * len(values):
@@ -76,7 +98,8 @@ def decoded(method: Compression, values: Values) -> Values:
     if isinstance(method, compression.Sign):
         return in_blocks(values, method.block, by_signs)
     if isinstance(method, compression.TopK):
-        return in_blocks(values, method.chunk or len(values), by_size(method.density))
+        code = by_two_sizes if method.bits == 2 else by_size
+        return in_blocks(values, method.chunk or len(values), code(method.density))
     raise AssertionError(method)
 
 

@@ -69,6 +69,7 @@ def test_bytes() -> None:
     assert c.Sign().bytes(shape) == 125_000 + 4 * 3907
     assert c.TopK(0.01).bytes(shape) == 8 * 10_000
     assert c.TopK(1 / 64, chunk=4096).bytes((1 << 20,)) == (1 << 14) * 4 + (1 << 14) * 12 // 8
+    assert c.TopK(1 / 64, chunk=4096, bits=2).bytes((1 << 20,)) == (1 << 14) * 14 // 8 + 256 * 4
     assert c.RandomK(0.01).bytes(shape) == 4 * 10_000
     assert c.PowerSGD(4).bytes(shape) == 4 * 4 * 2000
     assert c.PowerSGD(4).bytes((1_000_000,)) == 4_000_000, "a vector would not shrink"

@@ -28,6 +28,7 @@ BLOCKS: dict[str, Compression] = {
     "top 1 %": c.TopK(0.01, between="ranks"),
     "top 30 % with decay": c.TopK(0.3, decay=0.9, between="ranks"),
     "top of chunks": c.TopK(0.02, chunk=256, between="ranks"),
+    "top of chunks in 2 bits": c.TopK(0.1, chunk=256, bits=2, between="ranks"),
     "one of each chunk": c.TopK(1e-9, chunk=64, between="ranks"),
     "top, no feedback": c.TopK(0.1, error_feedback=False, between="ranks"),
     "all coded": c.Int8(dense_below=0, between="ranks"),

@@ -23,6 +23,7 @@ METHODS: dict[str, Compression] = {
     "stochastic": c.Int8(rounding="stochastic"),
     "top 5 %": c.TopK(0.05),
     "top of chunks": c.TopK(0.05, chunk=128),
+    "top of chunks in 2 bits": c.TopK(0.05, chunk=128, bits=2),
     "bf16": c.Bf16(error_feedback=True),
 }
 
