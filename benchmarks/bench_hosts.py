@@ -13,44 +13,26 @@ A target is met when the median of the paired ratios is at or below it.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
-from measure.bad_input import BadInput
 from measure.bench_options import begin_results, bench_parser, chosen_parts
 from measure.exit_codes import exit_code
-from measure.fresh_run import rank_config
-from measure.ranks import LAST_WORDS_LINES, RankFailed
+from measure.hosts_run import HOSTS, HostsRun, TwoHosts
 from measure.results import write_results
 from measure.sides import FSDP, TORCH_FSDP2, Side
 from measure.stats import PairedRatio
 from measure.step_runs import measure_all
 from measure.table import table
 
-ROOT = Path(__file__).resolve().parents[1]
 WORKLOAD = "mlp"
 PARTS = (WORKLOAD,)
-HOSTS, RANKS_PER_HOST = 2, 2
+RANKS_PER_HOST = 2
 BYTES_TARGET = 0.5
-RUN_LIMIT_S = 300
-NO_NAMESPACES = 3  # exit code of examples/two_hosts.sh
 
 OURS, TORCH = FSDP, TORCH_FSDP2[:2]
-
-
-@dataclass(frozen=True)
-class HostsRun:
-    """Medians of one run: of the slower host, and what each of them sent in a step."""
-
-    step_ms: float
-    sent_mb: list[float]
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
@@ -93,35 +75,7 @@ def _bench(arguments: Any) -> int:
 
 def run_on_hosts(side: Side, steps: int) -> HostsRun:
     """One run in fresh processes. Raises RankFailed, and BadInput where there are no namespaces."""
-    config = rank_config(side, WORKLOAD, HOSTS * RANKS_PER_HOST)
-    benchmarks = ROOT / "benchmarks"
-    worker = benchmarks / "measure" / "hosts_worker.py"
-    command = ["bash", str(ROOT / "examples" / "two_hosts.sh"), str(worker)]
-    environment = {
-        **os.environ,
-        "PYTHON": sys.executable,
-        "PYTHONPATH": os.pathsep.join([str(benchmarks), os.environ.get("PYTHONPATH", "")]),
-        "RANKS": str(RANKS_PER_HOST),
-    }
-    with tempfile.TemporaryDirectory(prefix="bench") as scratch:
-        finished = subprocess.run(
-            [*command, config.to_json(), str(steps), scratch],
-            capture_output=True,
-            text=True,
-            timeout=RUN_LIMIT_S,
-            check=False,
-            env=environment,
-        )
-        found = [json.loads(file.read_text()) for file in sorted(Path(scratch).iterdir())]
-    if finished.returncode == NO_NAMESPACES:
-        raise BadInput("bench_hosts", finished.stderr.strip(), "Run it as root, with iproute2.")
-    if finished.returncode != 0 or len(found) != HOSTS:
-        words = "\n".join(finished.stderr.splitlines()[-LAST_WORDS_LINES:])
-        raise RankFailed(f"[bench_hosts] {side.label}: a rank failed. It printed last:\n{words}")
-    return HostsRun(
-        step_ms=max(host["step_ms"] for host in found),
-        sent_mb=[host["sent_mb"] for host in found],
-    )
+    return TwoHosts("bench_hosts", WORKLOAD, RANKS_PER_HOST).run(side, steps)
 
 
 if __name__ == "__main__":

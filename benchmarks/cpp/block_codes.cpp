@@ -10,6 +10,7 @@
 #include <trireme/comm/launch/launch.h>
 #include <trireme/grad/codes/code_exchange.h>
 #include <trireme/grad/codes/compression.h>
+#include <trireme/kernels/sparse_codes.h>
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -32,6 +33,20 @@ std::function<void()> encoding(const at::Tensor& values, const trireme::Compress
   return [=] {
     trireme::encode(format, {values.data_ptr<float>(), residual.data_ptr<float>(), values.numel()},
                     static_cast<std::byte*>(code.data_ptr()));
+  };
+}
+
+// Sends those above a threshold that is kept from call to call, as TopK does by default.
+std::function<void()> sparse(const at::Tensor& values, const trireme::TopK& method) {
+  const trireme::SparseFormat format{.density = method.density};
+  const at::Tensor residual = at::zeros_like(values);
+  const at::Tensor code = at::empty({format.bytes(values.numel())}, at::kByte);
+  const auto threshold = std::make_shared<float>(0.0F);
+  return [=] {
+    trireme::SparseValues from{values.data_ptr<float>(), residual.data_ptr<float>(),
+                               values.numel()};
+    from.threshold = threshold.get();
+    trireme::encode(format, from, static_cast<std::byte*>(code.data_ptr()));
   };
 }
 
@@ -67,7 +82,8 @@ int main(int argc, char** argv) {
            {"int8", encoding(values, trireme::Int8{})},
            {"int4", encoding(values, trireme::Int4{})},
            {"sign", encoding(values, trireme::Sign{})},
-           {"fp16", casting(values, ctx.communicator())}},
+           {"fp16", casting(values, ctx.communicator())},
+           {"top 1 %", sparse(values, trireme::TopK{})}},
           rounds, calls);
   return 0;
 }

@@ -51,9 +51,15 @@ def hooked(sides: Sides, hook: str, **options: Any) -> Sides:
     ]
 
 
-def compressed(method: str) -> Side:
-    """Our DDP over Gloo with a method of trireme.compression."""
-    return Side(f"ddp, Gloo, {method}", "ddp-gloo-compressed", {"method": method})
+def compressed(method: str, **options: Any) -> Side:
+    """Our DDP over Gloo with a method of trireme.compression between all ranks."""
+    options = {"method": method, "between": "ranks", **options}
+    return Side(f"ddp, Gloo, {method}", "ddp-gloo-compressed", options)
+
+
+def compressed_between_hosts(method: str, **options: Any) -> Side:
+    """Our DDP on the backend trireme with a method of trireme.compression."""
+    return Side(f"ddp, {method}", "ddp-compressed", {"method": method, **options})
 
 
 TORCH_ZERO_1 = (

@@ -140,18 +140,21 @@ def build_torch_ddp(module: nn.Module, optimizer: OptimizerSpec, options: Option
     return Parallel(parallel, optimizer.build(parallel.parameters()), report)
 
 
+POWER_SGD_HOOK = "PowerSGD 4 hook"
 HOOKS = {
     "fp16 hook": ("default_hooks", "fp16_compress_hook"),
     "bf16 hook": ("default_hooks", "bf16_compress_hook"),
     "8 bit hook": ("quantization_hooks", "quantization_pertensor_hook"),
+    POWER_SGD_HOOK: ("powerSGD_hook", "powerSGD_hook"),
 }
 
 
 def build_compressed_ddp(module: nn.Module, optimizer: OptimizerSpec, options: Options) -> Parallel:
-    """Each rank sends codes of its own."""
+    """`options` are those of the method."""
     from trireme import compression
 
-    method = getattr(compression, options["method"])(between="ranks")
+    arguments = {name: value for name, value in options.items() if name != "method"}
+    method = getattr(compression, options["method"])(**arguments)
     return build_ddp(module, optimizer, {"compression": method})
 
 
@@ -163,7 +166,10 @@ def build_hooked_torch_ddp(
     file, name = HOOKS[options["hook"]]
     hooks = importlib.import_module(f"torch.distributed.algorithms.ddp_comm_hooks.{file}")
     assert isinstance(parallel.module, nn.parallel.DistributedDataParallel)
-    parallel.module.register_comm_hook(None, getattr(hooks, name))
+    state = None
+    if options["hook"] == POWER_SGD_HOOK:  # which runs plain until warm-up is over
+        state = hooks.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    parallel.module.register_comm_hook(state, getattr(hooks, name))
     return parallel
 
 
@@ -429,6 +435,15 @@ STRATEGIES: dict[str, Strategy] = {
         "trireme DistributedDataParallel over Gloo, compressed",
         build_compressed_ddp,
         GLOO,
+        {"method": "Int8"},
+        agrees=False,
+        only_benchmarked=True,
+        needs_trireme=True,
+    ),
+    "ddp-compressed": Strategy(
+        "trireme DistributedDataParallel, compressed between hosts",
+        build_compressed_ddp,
+        TRIREME,
         {"method": "Int8"},
         agrees=False,
         only_benchmarked=True,

@@ -1,7 +1,7 @@
 #include <trireme/activation/offload_file.h>
 
 #include <trireme/common/error.h>
-#include <trireme/common/forks.h>
+#include <trireme/common/fork_guard.h>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
@@ -56,7 +56,7 @@ int open_nameless(const std::string& folder) {
 class OffloadFile {
  public:
   OffloadFile(int file, std::byte* begin, size_t capacity)
-      : file_(file), begin_(begin), capacity_(capacity), forks_(forks_so_far()) {}
+      : file_(file), begin_(begin), capacity_(capacity) {}
   ~OffloadFile() {
     close();
     ::munmap(begin_, capacity_);
@@ -82,7 +82,7 @@ class OffloadFile {
 
   // Returns whether a piece fits; false in a forked child, which must not append here.
   bool has_room(size_t bytes) const {
-    return bytes <= capacity_ - used_ && forks_ == forks_so_far();
+    return bytes <= capacity_ - used_ && !fork_guard_.in_child();
   }
 
   // Returns the mapped address of the bytes; nullptr on failure, with the reason in `errno`.
@@ -113,7 +113,7 @@ class OffloadFile {
   std::byte* begin_;
   size_t capacity_;
   size_t used_ = 0;
-  uint64_t forks_;
+  ForkGuard fork_guard_;
 };
 
 }  // namespace

@@ -6,7 +6,7 @@
 #include <trireme/comm/host.h>
 #include <trireme/common/error.h>
 #include <trireme/common/exception_text.h>
-#include <trireme/common/forks.h>
+#include <trireme/common/fork_guard.h>
 #include <trireme/memory/flat_buffer.h>
 #include <trireme/shm/host_group.h>
 
@@ -183,7 +183,7 @@ class PartitionGroup : public std::enable_shared_from_this<PartitionGroup> {
   std::unique_ptr<SharedArena> arena_;
   std::vector<Packed> remembered_;
   std::shared_ptr<KeptBytes> kept_ = std::make_shared<KeptBytes>();
-  uint64_t forks_ = forks_so_far();
+  ForkGuard fork_guard_;
 };
 
 at::Tensor SlicedInput::restore() {
@@ -210,7 +210,7 @@ PartitionGroup::PartitionGroup(std::shared_ptr<Communicator> given) : given_(std
 template <typename Work>
 auto PartitionGroup::together(const std::string& name, const Work& work) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(forks_ == forks_so_far(),
+  TORCH_CHECK(!fork_guard_.in_child(),
               error_text("checkpoint",
                          "got " + name + " in a forked child of the process that made the packer",
                          where(), "Use partition= in the parent only."));

@@ -87,7 +87,7 @@ void PartitionedInput::count(std::atomic<int64_t> KeptBytes::* which, int64_t by
 
 at::Tensor PartitionedInput::unpack() {
   TORCH_CHECK(
-      forks_ == forks_so_far(),
+      !fork_guard_.in_child(),
       error_text("checkpoint",
                  "got " + text() + " of partition= in a forked child of the process that packed it",
                  where_, "Run the backward in the process that ran the forward."));

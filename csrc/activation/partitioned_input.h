@@ -2,7 +2,7 @@
 
 #include <trireme/activation/saved_tensor_hooks.h>
 #include <trireme/common/error.h>
-#include <trireme/common/forks.h>
+#include <trireme/common/fork_guard.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/TensorImpl.h>
@@ -87,7 +87,7 @@ class PartitionedInput : public PackedTensor {
   uint32_t version_;
   InputOrigin origin_;
   RankOf where_;
-  uint64_t forks_ = forks_so_far();
+  ForkGuard fork_guard_;
   std::shared_ptr<KeptBytes> kept_;
   std::vector<std::pair<std::atomic<int64_t> KeptBytes::*, int64_t>> counted_;
 };

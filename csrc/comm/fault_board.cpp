@@ -1,6 +1,6 @@
 #include <trireme/comm/fault_board.h>
 
-#include <trireme/common/forks.h>
+#include <trireme/common/fork_guard.h>
 #include <trireme/shm/fault.h>
 #include <trireme/shm/liveness.h>
 #include <trireme/shm/operation.h>
@@ -68,7 +68,7 @@ struct LivingBoards {
     c10::intrusive_ptr<c10d::Store> store;
     std::string key;
     std::string step;
-    uint64_t forks;
+    ForkGuard fork_guard;
   };
   std::deque<LastWord> last_words;  // the newest at the end
   static constexpr size_t kMostLastWords = 8;
@@ -107,10 +107,7 @@ FaultBoard::Process FaultBoard::look_at(const std::string& told) {
 }
 
 FaultBoard::FaultBoard(c10::intrusive_ptr<c10d::Store> store, RankOf where)
-    : store_(own_connection(store)),
-      where_(where),
-      forks_(forks_so_far()),
-      memory_kills_(shm::out_of_memory_kills()) {
+    : store_(own_connection(store)), where_(where), memory_kills_(shm::out_of_memory_kills()) {
   if (!store_) return;
   try {
     store_->set(key_of("process", where_.rank), to_bytes(own_process()));
@@ -129,7 +126,7 @@ FaultBoard::~FaultBoard() {
   try {
     const std::string key = key_of("farewell", where_.rank);
     store_->set(key, to_bytes(kModelGone + step()));
-    living.last_words.push_back({store_, key, step(), forks_});
+    living.last_words.push_back({store_, key, step(), fork_guard_});
     if (living.last_words.size() > LivingBoards::kMostLastWords) living.last_words.pop_front();
   } catch (...) {  // nobody serves the Store any more
   }
@@ -138,7 +135,7 @@ FaultBoard::~FaultBoard() {
 // Returns whether peers may wait for this rank by the group of this board.
 bool FaultBoard::is_missed() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return store_ && forks_ == forks_so_far() && started_ > 0 && !has_left_ && where_.world > 1;
+  return store_ && !fork_guard_.in_child() && started_ > 0 && !has_left_ && where_.world > 1;
 }
 
 void FaultBoard::note_started(const std::string& operation) {
@@ -335,7 +332,7 @@ void leave_all_boards(const std::string& error) noexcept {
   LivingBoards& living = living_boards();
   const std::lock_guard<std::mutex> lock(living.mutex);
   for (const LivingBoards::LastWord& word : living.last_words) {
-    if (word.forks != forks_so_far()) continue;
+    if (word.fork_guard.in_child()) continue;
     try {
       word.store->set(word.key, to_bytes(error.empty() ? kEnded + word.step
                                                        : kFailed + word.step + " by " + error));

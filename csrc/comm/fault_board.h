@@ -2,6 +2,7 @@
 
 #include <trireme/common/error.h>
 #include <trireme/common/export.h>
+#include <trireme/common/fork_guard.h>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -82,7 +83,7 @@ class TRIREME_API FaultBoard {
 
   c10::intrusive_ptr<c10d::Store> store_;
   RankOf where_;
-  uint64_t forks_;                       // forks_so_far() when this was made
+  ForkGuard fork_guard_;
   std::optional<int64_t> memory_kills_;  // shm::out_of_memory_kills() when this was made
   struct Steps {
     std::atomic<int64_t> begun{0};

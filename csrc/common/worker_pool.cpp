@@ -1,7 +1,6 @@
 #include <trireme/common/worker_pool.h>
 
 #include <trireme/common/error.h>
-#include <trireme/common/forks.h>
 #include <trireme/common/interruption.h>
 #include <trireme/common/intra_op_threads.h>
 
@@ -110,7 +109,7 @@ void WorkerPool::State::serve(size_t worker) {
 
 WorkerPool::WorkerPool(std::vector<c10::Device> devices, std::vector<int> intra_op_threads,
                        PoolWords words)
-    : state_(std::make_shared<State>()), born_(forks_so_far()), words_(words) {
+    : state_(std::make_shared<State>()), words_(words) {
   TORCH_INTERNAL_ASSERT(!devices.empty() && devices.size() == intra_op_threads.size());
   state_->workers = std::vector<State::Worker>(devices.size());
   for (size_t i = 0; i < devices.size(); ++i) {
@@ -120,7 +119,7 @@ WorkerPool::WorkerPool(std::vector<c10::Device> devices, std::vector<int> intra_
 }
 
 WorkerPool::~WorkerPool() {
-  if (forks_so_far() != born_) {
+  if (fork_guard_.in_child()) {
     // The threads are the parent's, which this process never had.
     for (std::thread& thread : threads_) thread.detach();
     return;
@@ -170,7 +169,7 @@ const void* WorkerPool::served_here() { return working_for; }
 void WorkerPool::expect_call() const {
   const std::string maker = words_.maker;
   TORCH_CHECK_VALUE(
-      forks_so_far() == born_,
+      !fork_guard_.in_child(),
       error_text(words_.area,
                  c10::str("got a call in a forked child, whose parent has the threads of ",
                           words_.threads, ", expected one in the process that made them"),

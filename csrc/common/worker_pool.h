@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/common/export.h>
+#include <trireme/common/fork_guard.h>
 
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
@@ -88,7 +89,7 @@ class TRIREME_API WorkerPool {
   std::shared_ptr<State> state_;  // shared with the seats
   std::vector<std::thread> threads_;
   std::mutex turn_;  // held by run()
-  uint64_t born_;    // forks_so_far() when this was made
+  ForkGuard fork_guard_;
   PoolWords words_;
 };
 

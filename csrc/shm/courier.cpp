@@ -1,6 +1,5 @@
 #include <trireme/shm/courier.h>
 
-#include <trireme/common/forks.h>
 #include <trireme/common/interruption.h>
 
 #include <pthread.h>
@@ -20,11 +19,10 @@ Courier::Courier(HostGroup& group)
     : group_(group),
       futex_(group.block(group.rank()).mail_futex),
       patience_(patience_of(group.world())),
-      forks_(forks_so_far()),
       mailbox_(group) {}
 
 Courier::~Courier() {
-  if (forks_ == forks_so_far()) {
+  if (!fork_guard_.in_child()) {
     close();
   } else if (worker_.joinable()) {
     // Detached, since the thread stayed with the parent, and so would a wait for the condition.

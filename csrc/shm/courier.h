@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/common/export.h>
+#include <trireme/common/fork_guard.h>
 #include <trireme/shm/mailbox.h>
 
 #include <condition_variable>
@@ -54,7 +55,7 @@ class TRIREME_API Courier {
   HostGroup& group_;
   Futex& futex_;  // this rank's futex
   std::chrono::microseconds patience_;
-  uint64_t forks_;
+  ForkGuard fork_guard_;
 
   std::mutex mutex_;  // guards all that follows
   Mailbox mailbox_;

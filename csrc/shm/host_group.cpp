@@ -1,7 +1,6 @@
 #include <trireme/shm/host_group.h>
 
 #include <trireme/common/duration.h>
-#include <trireme/common/forks.h>
 
 #include <algorithm>
 #include <cstring>
@@ -29,7 +28,6 @@ HostGroup::HostGroup(const HostGroupRequest& request)
     : where_(request.where),
       request_(request),
       ring_bytes_(ring_bytes_for(request.where.world)),
-      forks_(forks_so_far()),
       memory_kills_(out_of_memory_kills()),
       group_timeout_(saturated(request.timeout)) {}
 
@@ -176,7 +174,7 @@ void HostGroup::settle_hosts(const std::vector<std::string>& rows) {
 }
 
 HostGroup::~HostGroup() {
-  if (blocks_.empty() || forks_ != forks_so_far()) return;
+  if (blocks_.empty() || fork_guard_.in_child()) return;
   leave({});
 }
 

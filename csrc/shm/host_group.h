@@ -2,6 +2,7 @@
 
 #include <trireme/common/error.h>
 #include <trireme/common/export.h>
+#include <trireme/common/fork_guard.h>
 #include <trireme/shm/fault.h>
 #include <trireme/shm/flag_wait.h>
 #include <trireme/shm/liveness.h>
@@ -212,7 +213,7 @@ class TRIREME_API HostGroup {
   int64_t rank_ = 0;
   int64_t ring_bytes_ = 0;
   std::string why_alone_;
-  uint64_t forks_ = 0;                   // forks_so_far() when the group was made
+  ForkGuard fork_guard_;
   std::optional<int64_t> memory_kills_;  // out_of_memory_kills() at that time
 
   std::vector<Segment> segments_;

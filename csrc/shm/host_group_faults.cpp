@@ -2,7 +2,6 @@
 // then report.
 
 #include <trireme/common/duration.h>
-#include <trireme/common/forks.h>
 #include <trireme/common/interruption.h>
 #include <trireme/shm/host_group.h>
 #include <trireme/shm/shown_wait.h>
@@ -142,7 +141,7 @@ void HostGroup::wait_all(Counter counter, uint64_t target) {
 }
 
 void HostGroup::check_usable() {
-  if (forks_ != forks_so_far()) {
+  if (fork_guard_.in_child()) {
     throw Fault(FaultKind::kForked,
                 error_text("host_group",
                            "got a collective in a forked child of the process that made the "
@@ -169,7 +168,7 @@ std::optional<std::string> HostGroup::failure() {
 }
 
 void HostGroup::fail(const std::string& text) noexcept {
-  if (blocks_.empty() || forks_ != forks_so_far()) return;
+  if (blocks_.empty() || fork_guard_.in_child()) return;
   const std::lock_guard<std::mutex> lock(failure_mutex_);
   RankBlock& own = block(rank_);
   // A rank that has left has given its reason.
@@ -204,7 +203,7 @@ std::string HostGroup::left_by(int64_t peer) const {
 }
 
 void HostGroup::abandon(const std::string& reason) noexcept {
-  if (blocks_.empty() || forks_ != forks_so_far()) return;
+  if (blocks_.empty() || fork_guard_.in_child()) return;
   const std::lock_guard<std::mutex> lock(failure_mutex_);
   if (has_abandoned()) return;
   RankBlock& own = block(rank_);
@@ -318,7 +317,7 @@ std::string_view HostGroup::advice_on_absence() const {
 }
 
 void HostGroup::leave(std::string_view error) noexcept {
-  if (blocks_.empty() || forks_ != forks_so_far()) return;
+  if (blocks_.empty() || fork_guard_.in_child()) return;
   const std::lock_guard<std::mutex> lock(failure_mutex_);
   RankBlock& own = block(rank_);
   if (own.state.load(std::memory_order_relaxed) != RankState::kHere) return;

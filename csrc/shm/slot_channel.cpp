@@ -1,7 +1,5 @@
 #include <trireme/shm/slot_channel.h>
 
-#include <trireme/common/forks.h>
-
 #include <algorithm>
 #include <cstring>
 #include <iterator>
@@ -188,7 +186,7 @@ void SlotSender::send(MessageHead head) {
 }
 
 HeldSlot::HeldSlot(std::shared_ptr<const Segment> segment, uint64_t sequence)
-    : segment_(std::move(segment)), sequence_(sequence), forks_(forks_so_far()) {}
+    : segment_(std::move(segment)), sequence_(sequence) {}
 
 HeldSlot::HeldSlot(const std::byte* message, int64_t bytes)
     : copy_(static_cast<std::byte*>(::operator new(static_cast<size_t>(std::max<int64_t>(bytes, 1)),
@@ -197,7 +195,7 @@ HeldSlot::HeldSlot(const std::byte* message, int64_t bytes)
 }
 
 HeldSlot::~HeldSlot() {
-  if (segment_ && forks_ == forks_so_far())
+  if (segment_ && !fork_guard_.in_child())
     slot_block(*segment_).released.store(sequence_, std::memory_order_release);
 }
 

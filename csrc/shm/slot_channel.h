@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/common/export.h>
+#include <trireme/common/fork_guard.h>
 #include <trireme/shm/host_group.h>
 #include <trireme/shm/segment.h>
 
@@ -158,7 +159,7 @@ class TRIREME_API HeldSlot {
   std::unique_ptr<std::byte, Free> copy_;
   std::shared_ptr<const Segment> segment_;
   uint64_t sequence_ = 0;
-  uint64_t forks_ = 0;
+  ForkGuard fork_guard_;
 };
 
 // The receiving end. One thread at a time. Throws Fault, see HostGroup.

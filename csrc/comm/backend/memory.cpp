@@ -1,6 +1,6 @@
 #include <trireme/comm/backend/memory.h>
 
-#include <trireme/common/forks.h>
+#include <trireme/common/fork_guard.h>
 #include <trireme/shm/fault.h>
 
 #include <c10/util/Exception.h>
@@ -41,7 +41,7 @@ class ShmAllocator final : public c10::Allocator {
       }
     }
     std::byte* data = segment->data();
-    auto* block = new Block{std::move(segment), forks_so_far()};
+    auto* block = new Block{std::move(segment)};
     return {data, block, &release, c10::Device(c10::DeviceType::CPU)};
   }
 
@@ -57,14 +57,14 @@ class ShmAllocator final : public c10::Allocator {
  private:
   struct Block {
     SegmentPtr segment;
-    uint64_t forks;  // forks_so_far() when it was taken
+    ForkGuard fork_guard = {};
   };
 
   static void release(void* context);
 
   SegmentPtr take_segment(int64_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (std::exchange(forks_, forks_so_far()) != forks_so_far()) {
+    if (std::exchange(fork_guard_, {}).in_child()) {
       kept_.clear();
       kept_bytes_ = 0;
     }
@@ -95,7 +95,7 @@ class ShmAllocator final : public c10::Allocator {
   std::mutex mutex_;
   std::deque<SegmentPtr> kept_;  // the oldest first
   int64_t kept_bytes_ = 0;
-  uint64_t forks_ = forks_so_far();
+  ForkGuard fork_guard_;
 };
 
 ShmAllocator& allocator() {
@@ -106,7 +106,7 @@ ShmAllocator& allocator() {
 void ShmAllocator::release(void* context) {
   const std::unique_ptr<Block> block(static_cast<Block*>(context));
   // Memory taken before a fork is the parent's, too.
-  if (block && block->forks == forks_so_far()) allocator().keep(std::move(block->segment));
+  if (block && !block->fork_guard.in_child()) allocator().keep(std::move(block->segment));
 }
 
 }  // namespace

@@ -6,7 +6,6 @@
 #include <trireme/comm/translate_faults.h>
 #include <trireme/common/duration.h>
 #include <trireme/common/error.h>
-#include <trireme/common/forks.h>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/jit_type.h>
@@ -152,7 +151,7 @@ Everyone& everyone() {
 }  // namespace
 
 ShmP2p::ShmP2p(shm::HostGroup& group, std::shared_ptr<ShmHooks> hooks)
-    : group_(group), hooks_(std::move(hooks)), forks_(forks_so_far()) {}
+    : group_(group), hooks_(std::move(hooks)) {}
 
 ShmP2p::~ShmP2p() {
   close();
@@ -169,7 +168,7 @@ ShmP2p::WorkPtr ShmP2p::recv(const std::vector<at::Tensor>& tensors, const Peer&
 }
 
 void ShmP2p::close() {
-  if (forks_ != forks_so_far()) return;
+  if (fork_guard_.in_child()) return;
   std::shared_ptr<shm::Courier> courier;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -210,7 +209,7 @@ ShmP2p::WorkPtr ShmP2p::post(Transfer::Kind kind, const std::vector<at::Tensor>&
 }
 
 std::shared_ptr<shm::Courier> ShmP2p::courier() {
-  if (forks_ != forks_so_far()) {  // where a lock may be held for ever
+  if (fork_guard_.in_child()) {  // where a lock may be held for ever
     throw shm::Fault(shm::FaultKind::kForked,
                      error_text(kP2pArea,
                                 "got a message in a forked child of the process that made the "

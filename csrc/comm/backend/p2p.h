@@ -2,6 +2,7 @@
 
 #include <trireme/comm/backend/hooks.h>
 #include <trireme/common/export.h>
+#include <trireme/common/fork_guard.h>
 #include <trireme/shm/courier.h>
 
 #include <ATen/core/Tensor.h>
@@ -52,7 +53,7 @@ class ShmP2p {
   shm::HostGroup& group_;
   std::shared_ptr<ShmHooks> hooks_;
   std::atomic<uint64_t> sequence_{0};
-  uint64_t forks_;  // forks_so_far() when this was made
+  ForkGuard fork_guard_;
   std::mutex mutex_;
   std::shared_ptr<shm::Courier> courier_;
   bool closed_ = false;

@@ -3,7 +3,6 @@
 #include <trireme/common/cpus.h>
 #include <trireme/common/duration.h>
 #include <trireme/common/error.h>
-#include <trireme/common/forks.h>
 #include <trireme/common/interruption.h>
 #include <trireme/shm/flag_wait.h>
 
@@ -37,7 +36,7 @@ ShmQueue::ShmQueue(RankOf where, Abandon abandon) : ranks_(where.world), cpus_(u
 
 ShmQueue::~ShmQueue() {
   if (workers_.empty()) return;
-  if (forks_ != forks_so_far()) {  // the threads stayed with the parent, and wait there:
+  if (fork_guard_.in_child()) {  // the threads stayed with the parent, and wait there:
     for (std::thread& worker : workers_) worker.detach();
     new std::shared_ptr<Shared>(std::move(shared_));  // glibc hangs in destroying what it waits on
     return;
@@ -71,7 +70,7 @@ void ShmQueue::submit(const c10::intrusive_ptr<ShmWork>& work, bool synchronous,
   shared.tasks.push_back({work, std::move(run), Clock::now() + patience, from_callback});
   shared.from_callbacks += from_callback ? 1 : 0;
   if (workers_.empty()) {
-    forks_ = forks_so_far();
+    fork_guard_ = {};
     start_worker();
   }
   lock.unlock();

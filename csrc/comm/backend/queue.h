@@ -3,6 +3,7 @@
 #include <trireme/comm/backend/hooks.h>
 #include <trireme/comm/backend/torch_compat.h>
 #include <trireme/common/error.h>
+#include <trireme/common/fork_guard.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -110,7 +111,7 @@ class ShmQueue {
   int64_t cpus_;
   std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
   std::vector<std::thread> workers_;  // under the mutex, until they are ending
-  uint64_t forks_ = 0;                // forks_so_far() when the first worker started
+  ForkGuard fork_guard_;
 };
 
 // One operation of the backend, before, while and after it runs.

@@ -5,7 +5,6 @@
 #include <trireme/comm/shm_tensors.h>
 #include <trireme/common/duration.h>
 #include <trireme/common/exception_text.h>
-#include <trireme/common/forks.h>
 #include <trireme/common/interruption.h>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -55,7 +54,6 @@ ShmBackend::ShmBackend(const c10::intrusive_ptr<c10d::Store>& store, RankOf wher
       where_(where),
       shm_options_(options),
       options_(c10::make_intrusive<Options>(kName, saturated(options.timeout))),
-      forks_(forks_so_far()),
       queue_(where, [this](const std::string& reason) { return leave(reason); }) {
   meet();
   init();
@@ -73,7 +71,7 @@ ShmBackend::~ShmBackend() {
   } catch (const std::exception& error) {  // a signal handler raised while this waited
     TORCH_WARN(first_line(error));
   }
-  if (forks_ != forks_so_far()) inner_.release();  // its threads stayed with the parent
+  if (fork_guard_.in_child()) inner_.release();  // its threads stayed with the parent
 }
 
 // Finds out which ranks share memory.
@@ -178,7 +176,7 @@ void ShmBackend::fail(const std::string& reason) noexcept {
 }
 
 void ShmBackend::end_run(const std::string& error) noexcept {
-  if (forks_ != forks_so_far() || !group_) return;
+  if (fork_guard_.in_child() || !group_) return;
   if (!error.empty() || queue_.is_idle()) group_->leave(error);
 }
 
@@ -237,7 +235,7 @@ ShmBackend::WorkPtr ShmBackend::all_gather_in_host(const TensorLists& parts) {
 }
 
 void ShmBackend::shutdown() {
-  if (forks_ != forks_so_far()) return;  // operations in flight are the parent's
+  if (fork_guard_.in_child()) return;  // operations in flight are the parent's
   queue_.drain();
   if (p2p_) p2p_->close();
   if (inner_) inner_->shutdown();
@@ -245,7 +243,7 @@ void ShmBackend::shutdown() {
 
 ShmBackend::WorkPtr ShmBackend::submit(Request request, Run run) {
   const ShmArguments& arguments = request.arguments;
-  if (forks_ != forks_so_far()) {
+  if (fork_guard_.in_child()) {
     C10_THROW_ERROR(DistBackendError,
                     error_text("shm_backend",
                                std::string("got ") + arguments.name() +

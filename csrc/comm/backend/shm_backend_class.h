@@ -7,6 +7,7 @@
 #include <trireme/comm/backend/shm_backend.h>
 #include <trireme/comm/backend/torch_compat.h>
 #include <trireme/comm/hosts/group_collectives.h>
+#include <trireme/common/fork_guard.h>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -188,7 +189,7 @@ class ShmBackend final : public c10d::Backend {
   RankOf where_;
   ShmOptions shm_options_;
   c10::intrusive_ptr<Options> options_;
-  uint64_t forks_;  // forks_so_far() when the backend was made
+  ForkGuard fork_guard_;
   std::atomic<uint64_t> sequence_{0};
   int64_t shrinks_ = 0;
   std::unique_ptr<shm::HostGroup> group_;

@@ -1,7 +1,6 @@
 // The hooks that are registered with the backend, and the state that it reports.
 
 #include <trireme/comm/backend/shm_backend_class.h>
-#include <trireme/common/forks.h>
 
 #include <limits>
 #include <utility>
@@ -38,7 +37,7 @@ void ShmBackend::registerOnCompletionHook(
 }
 
 void ShmBackend::waitForPendingWorks() {
-  if (uses_memory() && forks_ == forks_so_far()) queue_.drain();
+  if (uses_memory() && !fork_guard_.in_child()) queue_.drain();
 }
 
 void ShmBackend::registerAbortHook(int64_t id, AbortHook hook) {

@@ -1,7 +1,6 @@
 #include <trireme/comm/hosts/host_leg.h>
 
 #include <trireme/common/exception_text.h>
-#include <trireme/common/forks.h>
 
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -29,13 +28,12 @@ c10::intrusive_ptr<c10d::Backend> connect(const c10::intrusive_ptr<c10d::Store>&
 HostLeg::HostLeg(const c10::intrusive_ptr<c10d::Store>& store, const HostLayout& layout,
                  const GlooOptions& options, Pointless pointless)
     : layout_(layout),
-      forks_(forks_so_far()),
       gloo_(connect(store, layout, options)),
       pointless_(std::move(pointless)),
       watcher_([this] { keep_watch(); }) {}
 
 HostLeg::~HostLeg() {
-  if (forks_ != forks_so_far()) {  // all threads stayed with the parent
+  if (fork_guard_.in_child()) {  // all threads stayed with the parent
     gloo_.release();
     watcher_.detach();
     return;
@@ -128,7 +126,7 @@ void HostLeg::land(Flight& flight, shm::Clock::time_point deadline) {
 }
 
 void HostLeg::close() noexcept {
-  if (forks_ != forks_so_far()) return;
+  if (fork_guard_.in_child()) return;
   try {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const Flight* flight : flights_)

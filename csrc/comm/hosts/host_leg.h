@@ -2,6 +2,7 @@
 
 #include <trireme/comm/c10d/gloo_group.h>
 #include <trireme/comm/hosts/host_layout.h>
+#include <trireme/common/fork_guard.h>
 #include <trireme/shm/flag_wait.h>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -80,7 +81,7 @@ class HostLeg {
   std::string name_of(int64_t host) const;
 
   const HostLayout& layout_;
-  uint64_t forks_;  // forks_so_far() when the leg was made
+  ForkGuard fork_guard_;
   std::mutex mutex_;
   c10::intrusive_ptr<c10d::Backend> gloo_;  // null once closed
   std::set<Flight*> flights_;

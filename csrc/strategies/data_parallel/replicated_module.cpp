@@ -1,7 +1,6 @@
 #include <trireme/strategies/data_parallel/replicated_module.h>
 
 #include <trireme/common/error.h>
-#include <trireme/common/forks.h>
 #include <trireme/common/intra_op_threads.h>
 #include <trireme/module/meets_ranks.h>
 #include <trireme/strategies/data_parallel/chunk_plan.h>
@@ -134,7 +133,7 @@ void ReplicatedModule::choose_devices() {
 
 void ReplicatedModule::replicate() {
   choose_devices();
-  born_ = forks_so_far();
+  fork_guard_ = {};
   clones_ = {};
   replicas_.reset();
   pool_.reset();
@@ -161,7 +160,7 @@ std::unique_lock<std::mutex> ReplicatedModule::take_turn() {
 
 bool ReplicatedModule::get_ready() {
   // Throws if other devices were asked for. A forked process has none of the threads.
-  if (device_holding(probe_) != devices_.front() || forks_so_far() != born_) replicate();
+  if (device_holding(probe_) != devices_.front() || fork_guard_.in_child()) replicate();
   if (!replicas_) return true;
   follow_training(clones_);
   pool_->start();

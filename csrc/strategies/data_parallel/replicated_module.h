@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/common/export.h>
+#include <trireme/common/fork_guard.h>
 #include <trireme/common/worker_pool.h>
 #include <trireme/module/module_clones.h>
 #include <trireme/strategies/data_parallel/replica_pass.h>
@@ -88,8 +89,8 @@ class TRIREME_API ReplicatedModule : public torch::nn::Module {
   std::shared_ptr<WorkerPool> pool_;
   std::atomic<const void*> pool_id_ = nullptr;
   std::shared_ptr<Replicas> replicas_;
-  std::mutex turn_;    // held by a forward
-  uint64_t born_ = 0;  // forks_so_far() when the replicas were made
+  std::mutex turn_;  // held by a forward
+  ForkGuard fork_guard_;
 };
 
 // Returns `device` with the index it stands for. Throws ValueError if this machine has none.

@@ -1,7 +1,5 @@
 #include <trireme/strategies/parameter_server/worker_session.h>
 
-#include <trireme/common/forks.h>
-
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
@@ -10,10 +8,9 @@
 
 namespace trireme::ps {
 
-WorkerSession::WorkerSession(std::shared_ptr<ProgressTable> board)
-    : board_(std::move(board)), forks_(forks_so_far()) {}
+WorkerSession::WorkerSession(std::shared_ptr<ProgressTable> board) : board_(std::move(board)) {}
 
-bool WorkerSession::is_forked() const { return forks_ != forks_so_far(); }
+bool WorkerSession::is_forked() const { return fork_guard_.in_child(); }
 
 void WorkerSession::check_open(std::string_view verb) const {
   const auto refuse = [&](const char* got, const char* next_step) {

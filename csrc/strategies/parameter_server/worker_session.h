@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/common/export.h>
+#include <trireme/common/fork_guard.h>
 #include <trireme/strategies/parameter_server/progress_table.h>
 
 #include <atomic>
@@ -58,7 +59,7 @@ class TRIREME_API WorkerSession {
  private:
   std::shared_ptr<ProgressTable> board_;
   WorkerCounts counts_;
-  uint64_t forks_;
+  ForkGuard fork_guard_;
   std::atomic<bool> has_left_{false};
   std::atomic<bool> is_closed_{false};
   // With backup: the pushes of this clock, and those of earlier clocks that are not committed yet.

@@ -1,6 +1,5 @@
 #include <trireme/strategies/remote/ref_exchange.h>
 
-#include <trireme/common/forks.h>
 #include <trireme/strategies/remote/remote_module_session.h>
 #include <trireme/strategies/remote/wire_messages.h>
 
@@ -26,12 +25,11 @@ RefExchange::RefExchange(RankOf where, std::vector<int64_t> sessions,
                          std::shared_ptr<MessageBox> box,
                          std::shared_ptr<DeferredDestruction> deferred)
     : where_(where),
-      forks_(forks_so_far()),
       sessions_(std::move(sessions)),
       box_(std::move(box)),
       deferred_(std::move(deferred)) {}
 
-bool RefExchange::is_in_child() const { return forks_ != forks_so_far(); }
+bool RefExchange::is_in_child() const { return fork_guard_.in_child(); }
 
 void RefExchange::check_session(const RefAddress& address) const {
   const bool is_rank = address.owner >= 0 && address.owner < where_.world;

@@ -3,6 +3,7 @@
 #include <trireme/comm/message_box.h>
 #include <trireme/common/error.h>
 #include <trireme/common/export.h>
+#include <trireme/common/fork_guard.h>
 #include <trireme/strategies/remote/deferred_destruction.h>
 #include <trireme/strategies/remote/ref.h>
 #include <trireme/strategies/remote/ref_table.h>
@@ -55,7 +56,7 @@ class TRIREME_API RefExchange : public std::enable_shared_from_this<RefExchange>
   bool is_in_child() const;
 
   RankOf where_;
-  uint64_t forks_;
+  ForkGuard fork_guard_;
   std::vector<int64_t> sessions_;
   std::shared_ptr<MessageBox> box_;
   std::shared_ptr<DeferredDestruction> deferred_;

@@ -4,7 +4,6 @@
 #include <trireme/common/duration.h>
 #include <trireme/common/error.h>
 #include <trireme/common/exception_text.h>
-#include <trireme/common/forks.h>
 #include <trireme/common/trace.h>
 #include <trireme/shm/host_group.h>
 #include <trireme/strategies/remote/agreement.h>
@@ -72,13 +71,12 @@ std::shared_ptr<RpcAgent> RpcAgent::start(const std::shared_ptr<Communicator>& c
 RpcAgent::RpcAgent(std::shared_ptr<Communicator> communicator, RankOf where)
     : communicator_(std::move(communicator)),
       where_(where),
-      forks_(forks_so_far()),
       byes_(static_cast<size_t>(where.world)) {
   if (Host* host = communicator_->host()) group_timeout_ = host->group().timeout();
 }
 
 RpcAgent::~RpcAgent() {
-  if (forks_ != forks_so_far()) {  // threads stayed with the parent
+  if (fork_guard_.in_child()) {  // threads stayed with the parent
     static_cast<void>(server_.release());
     static_cast<void>(threads_.release());
     leak(std::move(refs_));
@@ -113,7 +111,7 @@ std::vector<std::string> RpcAgent::methods_of(const RefAddress& address) const {
 }
 
 void RpcAgent::check_usable() const {
-  if (forks_ != forks_so_far())
+  if (fork_guard_.in_child())
     C10_THROW_ERROR(Error, error_text("remote", "got a call in a forked child", where_,
                                       "Call in the parent only."));
   if (closed_)
@@ -179,7 +177,7 @@ Value RpcAgent::finish(const PendingCallPtr& call) {
 }
 
 bool RpcAgent::is_done(const PendingCall& call) {
-  if (!call.is_done() && !closed_ && forks_ == forks_so_far()) {
+  if (!call.is_done() && !closed_ && !fork_guard_.in_child()) {
     poll();
     if (call.deadline() <= shm::Clock::now()) end_late_calls();
   }
@@ -422,7 +420,7 @@ void RpcAgent::close() {
 }
 
 void RpcAgent::abandon(const std::string& why) noexcept {
-  if (!closed_.exchange(true) && forks_ == forks_so_far()) leave(why);
+  if (!closed_.exchange(true) && !fork_guard_.in_child()) leave(why);
 }
 
 // Ends this rank's calls, and waits for no other rank.

@@ -3,6 +3,7 @@
 #include <trireme/comm/communicator.h>
 #include <trireme/comm/message_box.h>
 #include <trireme/common/export.h>
+#include <trireme/common/fork_guard.h>
 #include <trireme/strategies/remote/call_server.h>
 #include <trireme/strategies/remote/deferred_destruction.h>
 #include <trireme/strategies/remote/definitions.h>
@@ -116,7 +117,7 @@ class TRIREME_API RpcAgent final : private Source,
 
   std::shared_ptr<Communicator> communicator_;
   RankOf where_;
-  uint64_t forks_;
+  ForkGuard fork_guard_;
   std::vector<std::string> names_;
   std::vector<std::vector<DefinitionText>> definitions_;
   std::chrono::milliseconds group_timeout_ = PendingCall::kUsualTimeout;

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 import bench_hosts
 import readme_results
 from bench_hosts import HostsRun
+from measure import hosts_run
 from measure.bad_input import BadInput
 from measure.ranks import RankFailed
 from measure.sides import Side
@@ -43,7 +44,7 @@ def test_bytes_and_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 def test_what_goes_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = tmp_path / "examples" / "two_hosts.sh"
     script.parent.mkdir()
-    monkeypatch.setattr(bench_hosts, "ROOT", tmp_path)
+    monkeypatch.setattr(hosts_run, "ROOT", tmp_path)
     script.write_text("echo 'network namespaces are not possible here' >&2; exit 3")
     with pytest.raises(BadInput, match="namespaces are not possible here"):
         bench_hosts.run_on_hosts(bench_hosts.OURS, 1)

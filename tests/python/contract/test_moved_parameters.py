@@ -177,7 +177,7 @@ def test_what_torch_cannot_do(rank: int) -> None:
             continue
         ours, one = strategy.pair(mlp, SGD, lr=0.1, momentum=0.9)
         for step in range(2):
-            with pytest.raises(RuntimeError, match="Cannot swap t1|use_count of t1"):
+            with pytest.raises(RuntimeError, match=r"Cannot swap t1|use_count of t1"):
                 change_both(strategy, ours, one, swapped)
             strategy.train_both(ours, one, step)
 
