@@ -10,6 +10,7 @@ from trireme import compression as c
 from trireme.compression import Compression
 
 from compression.given import SIZES, Given, averaged, drawn
+from compression.hosts import hosts_of, of_hosts
 from compression.reference import Sender, mean_of
 from harness.deaths import Death, run_deaths
 from harness.faults import kill_this_rank, raises
@@ -25,26 +26,6 @@ METHODS: dict[str, Compression] = {
     "top of chunks": c.TopK(0.05, chunk=128),
     "bf16": c.Bf16(error_feedback=True),
 }
-
-
-def hosts_of(layout: str) -> list[list[int]]:
-    """The ranks of each host, hosts in the order of their first ranks."""
-    names = LAYOUTS[layout]
-    return [
-        [rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)
-    ]
-
-
-def of_hosts(layout: str, step: int, parameter: str) -> list[np.ndarray]:
-    """What each host codes: its ranks' sum, which counts as much as they are."""
-    made = []
-    for ranks in hosts_of(layout):
-        total = np.zeros(SIZES[parameter], np.float32)
-        for rank in ranks:
-            total = total + drawn(step, rank)[parameter].numpy()
-        share = np.float32(len(hosts_of(layout)) / len(LAYOUTS[layout]))
-        made.append((total * share).reshape(-1))
-    return made
 
 
 def train(rank: int, world: int, layout: str, name: str) -> None:

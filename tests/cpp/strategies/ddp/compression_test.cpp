@@ -66,8 +66,8 @@ const std::string kMap = "all_reduce Float 8";
 TEST_CASE("a step sends codes, and then the map of used parameters") {
   using Verbs = std::vector<std::string>;
   constexpr auto kRanks = Between::kRanks;
-  CHECK(wire_of(Fp16{.between = kRanks}) == Verbs{"all_reduce Half 8192", kMap});
-  CHECK(wire_of(Bf16{.between = kRanks}) == Verbs{"all_reduce BFloat16 8192", kMap});
+  CHECK(wire_of(Fp16{.between = kRanks}) == Verbs{"all_gather Byte 8192", kMap});
+  CHECK(wire_of(Bf16{.between = kRanks}) == Verbs{"all_gather Byte 8192", kMap});
   const int64_t int8 = 4096 + 16 * 4;
   CHECK(wire_of(Int8{.between = kRanks}) == Verbs{"all_gather Byte " + std::to_string(int8), kMap});
   const int64_t top = 41 * 8;
