@@ -23,10 +23,10 @@ LAYERS = {
     "sync": 3,
     "grad": 4,
     "param": 4,
-    "saving": 4,
     "activation": 4,
-    "strategies": 5,
-    "bindings": 6,
+    "saving": 5,
+    "strategies": 6,
+    "bindings": 7,
 }
 # Inside comm arrows obey these; its own files are the contract.
 COMM_ROOMS = {"contract": 0, "c10d": 1, "threads": 1, "hosts": 2, "backend": 3, "launch": 4}

@@ -1,6 +1,8 @@
 #include <trireme/bindings/bindings.h>
 #include <trireme/common/error.h>
-#include <trireme/grad/codes/gradient_coder.h>
+#include <trireme/grad/codes/hook_coder.h>
+#include <trireme/grad/codes/kept_codes.h>
+#include <trireme/saving/saved_codes.h>
 
 #include <ATen/ATen.h>
 #include <pybind11/stl.h>
@@ -9,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace trireme {
@@ -34,42 +37,22 @@ Rounding rounding_of(const std::string& name) {
   return name == "nearest" ? Rounding::kNearest : Rounding::kStochastic;
 }
 
-// The codes of buckets that a communication hook sees.
-class HookCoder {
- public:
-  HookCoder(const std::shared_ptr<Communicator>& ranks, const Compression& compression)
-      : ranks_(ranks) {
-    check(compression);
-    check_same_compression(*ranks, compression);
-    if (has_several_senders(*ranks, between(compression)))
-      coder_ = std::make_unique<GradientCoder>(ranks, compression);
-  }
+using Codes = std::vector<KeptCodes>;
 
-  // Averages a bucket in place: the one of that index in a step, whose first is 0.
-  void average(const at::Tensor& buffer, const std::vector<at::Tensor>& parameters,
-               const std::vector<std::string>& names, int64_t index) {
-    const std::string label = "bucket " + std::to_string(index) + ": " + names.front();
-    const double scale = 1.0 / static_cast<double>(ranks_->world());
-    if (!coder_) {
-      buffer.mul_(scale);
-      return ranks_->all_reduce({buffer}, ReduceOp::kSum, label).wait();
-    }
-    if (index == 0) coder_->begin_step();
-    CodedBucket bucket{buffer, {}, scale, label};
-    int64_t offset = 0;
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      const at::Tensor& parameter = parameters[i];
-      bucket.parameters.push_back({parameter, names[i], parameter.sizes(), parameter.numel(),
-                                   static_cast<int64_t>(i), offset});
-      offset += parameter.numel();
-    }
-    coder_->code(bucket).wait();
-  }
+// Gives parameters the names of the plain model.
+void rename(KeptCodes& codes, const std::vector<std::string>& names, const std::string& prefix) {
+  for (size_t i = 0; i < names.size(); ++i) codes.parameters.at(i).name = names[i];
+  codes.prefix = prefix + codes.prefix;
+}
 
- private:
-  std::shared_ptr<Communicator> ranks_;
-  std::unique_ptr<GradientCoder> coder_;
-};
+// Returns sender, first element and values by name.
+py::dict residuals_of(const KeptCodes& codes) {
+  py::dict found;
+  for (const KeptPart& part : codes.parts(/*makes=*/false))
+    if (part.kept->residual.defined())
+      found[py::str(part.name)] = py::make_tuple(part.sender, part.begin, part.kept->residual);
+  return found;
+}
 
 template <typename Method>
 Method checked(Method method) {
@@ -146,6 +129,32 @@ void init_compression(py::module_& module) {
            py::arg("ranks"), py::arg("compression"))
       .def("average", wrap_pybind_function_no_gil(&HookCoder::average), py::arg("buffer"),
            py::arg("parameters"), py::arg("names"), py::arg("index"));
+  py::class_<KeptCodes>(module, "KeptCodes")
+      .def("rename", &rename, py::arg("names"), py::arg("prefix"))
+      .def_property_readonly("names",
+                             [](const KeptCodes& codes) {
+                               std::vector<std::string> names;
+                               for (const ParameterInfo& info : codes.parameters)
+                                 names.push_back(info.name);
+                               return names;
+                             })
+      .def_readonly("tensors", &KeptCodes::tensors)
+      .def("residuals", &residuals_of);
+  module.def("codes_to_save", wrap_pybind_function_no_gil(&codes_to_save), py::arg("codes"));
+  module.def("check_codes",
+             wrap_pybind_function_no_gil([](const Codes& codes, const CheckpointSource& source,
+                                            std::pair<int64_t, int64_t> where) {
+               check_codes(codes, source, {where.first, where.second});
+             }),
+             py::arg("codes"), py::arg("source"), py::arg("where"));
+  module.def("load_codes",
+             wrap_pybind_function_no_gil([](const Codes& codes, const CheckpointSource& source,
+                                            std::pair<int64_t, int64_t> where) {
+               load_codes(codes, source, {where.first, where.second});
+             }),
+             py::arg("codes"), py::arg("source"), py::arg("where"));
+  module.def("check_same_compression", wrap_pybind_function_no_gil(&check_same_compression),
+             py::arg("communicator"), py::arg("compression"));
   module.def(
       "code_bytes",
       [](const Compression& compression, const std::vector<int64_t>& sizes) {

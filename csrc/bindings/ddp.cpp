@@ -1,8 +1,9 @@
+#include <trireme/strategies/ddp/ddp.h>
+
 #include <trireme/bindings/bindings.h>
 #include <trireme/bindings/shared_function.h>
 #include <trireme/bindings/step_report.h>
 #include <trireme/comm/c10d/comm_hook.h>
-#include <trireme/strategies/ddp/ddp_codes.h>
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
@@ -148,20 +149,7 @@ void init_ddp(py::module_& module) {
              }
              return to_dict(report);
            })
-      .def("codes_to_save", wrap_pybind_function_no_gil(&codes_to_save), py::arg("prefix"))
-      .def("check_codes", wrap_pybind_function_no_gil(&check_codes), py::arg("checkpoint"),
-           py::arg("prefix"))
-      .def("load_codes", wrap_pybind_function_no_gil(&load_codes), py::arg("checkpoint"),
-           py::arg("prefix"))
-      .def("residuals",
-           [](Ddp& ddp) {
-             py::dict found;
-             for (const KeptPart& part : kept_codes(ddp))
-               if (part.kept->residual.defined())
-                 found[py::str(part.name)] =
-                     py::make_tuple(part.sender, part.begin, part.kept->residual);
-             return found;
-           })
+      .def("kept_codes", &Ddp::kept_codes)
       .def("watch_module", watch_module, py::arg("look"), py::arg("adopted"))
       .def("describe_plan",
            [](Ddp& ddp) {

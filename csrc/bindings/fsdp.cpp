@@ -340,10 +340,12 @@ std::vector<std::shared_ptr<ParamGroup>> groups_of(
 std::shared_ptr<Fsdp> make_fsdp(const std::vector<std::shared_ptr<PyParamGroup>>& groups,
                                 std::vector<std::string> names, std::vector<FsdpRanks> ranks,
                                 std::vector<size_t> ranks_of,
-                                std::shared_ptr<Communicator> agrees_with) {
+                                std::shared_ptr<Communicator> agrees_with,
+                                const std::optional<Compression>& compression) {
   Fsdp::Request request{groups_of(groups), std::move(names), std::move(ranks)};
   request.ranks_of = std::move(ranks_of);
   request.agrees_with = std::move(agrees_with);
+  request.compression = compression;
   return Fsdp::make(std::move(request));
 }
 
@@ -421,7 +423,8 @@ void init_fsdp(py::module_& module) {
   init_fsdp_gathers(fsdp);
   fsdp.def(py::init(wrap_pybind_function_no_gil(make_fsdp)), py::kw_only(), py::arg("groups"),
            py::arg("names"), py::arg("ranks"), py::arg("ranks_of"),
-           py::arg("agrees_with") = nullptr)
+           py::arg("agrees_with") = nullptr, py::arg("compression") = std::nullopt)
+      .def("kept_codes", [](Fsdp& fsdp) { return fsdp.reducers().kept_codes(); })
       .def("begin_pass", wrap_pybind_function_no_gil(&Fsdp::begin_pass), py::arg("is_root"))
       .def("pre_forward",
            wrap_pybind_function_no_gil([](Fsdp& fsdp, const std::shared_ptr<PyParamGroup>& group,

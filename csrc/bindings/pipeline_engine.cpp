@@ -178,10 +178,12 @@ std::shared_ptr<Runner> without_gil(std::unique_ptr<Runner> runner) {
 std::shared_ptr<PipelineEngine> make_engine(
     const PipelineSchedule& schedule, std::vector<PipelineStageRequest> stages,
     std::shared_ptr<Communicator> communicator, bool scale_grads, std::vector<Skip> skips,
-    std::vector<Tied> tied, std::shared_ptr<Communicator> replicas, bool scale_unlisted) {
+    std::vector<Tied> tied, std::shared_ptr<Communicator> replicas, bool scale_unlisted,
+    const std::optional<Compression>& compression) {
   PipelineEngineOptions options{.scale_grads = scale_grads,
                                 .skips = to_skips(std::move(skips)),
                                 .replicas = std::move(replicas),
+                                .compression = compression,
                                 .scale_unlisted = scale_unlisted};
   for (Tied& holders : tied) {
     TiedParameter& parameter = options.tied.emplace_back();
@@ -308,6 +310,8 @@ py::dict last_step(const PipelineRunner& runner) {
   dict["bubble"] = report.bubble;
   dict["computed_bubble"] = report.computed_bubble;
   dict["stages"] = stages;
+  dict["sent_bytes"] = report.sent_bytes;
+  dict["encode_ms"] = report.encode_ms;
   return dict;
 }
 
@@ -339,6 +343,7 @@ void init_pipeline_engine(py::module_& module) {
       .def("recover", wrap_pybind_function_no_gil(&PipelineRunner::recover))
       .def("divides_losses", wrap_pybind_function(&PipelineRunner::divides_losses))
       .def("later_copies", wrap_pybind_function(&PipelineRunner::later_copies))
+      .def("kept_codes", &PipelineRunner::kept_codes)
       .def("raised_in", &PipelineRunner::raised_in)
       .def("last_step", &last_step);
   py::class_<PipelineStageRequest>(module, "PipelineStageRequest")
@@ -350,7 +355,8 @@ void init_pipeline_engine(py::module_& module) {
                                                                               "PipelineEngine")
       .def(py::init(wrap_pybind_function(make_engine)), py::arg("schedule"), py::arg("stages"),
            py::arg("communicator"), py::arg("scale_grads"), py::arg("skips"), py::arg("tied"),
-           py::arg("replicas") = nullptr, py::arg("scale_unlisted") = true)
+           py::arg("replicas") = nullptr, py::arg("scale_unlisted") = true,
+           py::arg("compression") = std::nullopt)
       .def("set_parameters",
            wrap_pybind_function(
                [](PipelineEngine& engine, int64_t stage, Named parameters, Strategies strategies) {

@@ -54,7 +54,8 @@ void init_zero(py::module_& module) {
       .def_readwrite("stage", &ZeroOptions::stage)
       .def_readwrite("host_params", &ZeroOptions::host_params)
       .def_readwrite("placement", &ZeroOptions::placement)
-      .def_readwrite("fused_step", &ZeroOptions::fused_step);
+      .def_readwrite("fused_step", &ZeroOptions::fused_step)
+      .def_readwrite("compression", &ZeroOptions::compression);
 
   py::class_<FusedAdamGroup>(module, "FusedAdamGroup")
       .def(py::init<>())
@@ -124,6 +125,7 @@ void init_zero(py::module_& module) {
       .def("settle", wrap_pybind_function_no_gil(&ZeroCores::settle))
       .def("undo", wrap_pybind_function_no_gil(&ZeroCores::undo))
       .def("live", torch::wrap_pybind_function(&ZeroCores::live))
+      .def("kept_codes", &ZeroCores::kept_codes)
       .def("begin_step",
            wrap_pybind_function_no_gil(
                [](ZeroCores& cores, bool found_inf, std::optional<uint32_t> scaler_writes) {

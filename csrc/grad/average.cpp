@@ -19,6 +19,26 @@ at::Tensor zeros_of(const at::Tensor& like, bool is_sparse) {
 
 }  // namespace
 
+ValueCounts count_values(Communicator& group, const std::vector<at::Tensor>& values,
+                         const std::string& label) {
+  at::Tensor found = at::zeros({2, static_cast<int64_t>(values.size())}, at::kDouble);
+  auto* here = found.mutable_data_ptr<double>();
+  for (size_t i = 0; i < values.size(); ++i) {
+    here[i] = values[i].defined() ? 1 : 0;
+    here[values.size() + i] = values[i].defined() && values[i].is_sparse() ? 1 : 0;
+  }
+  found = found.to(group.device());
+  group.all_reduce({found}, ReduceOp::kSum, label).wait();
+  found = found.cpu();
+  const auto* of_all = found.const_data_ptr<double>();
+  ValueCounts counts;
+  for (size_t i = 0; i < values.size(); ++i) {
+    counts.any.push_back(static_cast<int64_t>(of_all[i]));
+    counts.sparse.push_back(static_cast<int64_t>(of_all[values.size() + i]));
+  }
+  return counts;
+}
+
 GroupAverage::GroupAverage(std::shared_ptr<Communicator> group, std::unique_ptr<OuterAllReduce> sum)
     : group_(std::move(group)), sum_(std::move(sum)) {}
 
@@ -26,22 +46,11 @@ void GroupAverage::begin(const std::vector<at::Tensor>& like, const std::vector<
                          const Labels& labels) {
   if (like.empty()) return;
   const at::NoGradGuard no_grad;
-  // Per tensor, how many ranks have a value, and how many a sparse one.
-  at::Tensor found = at::zeros({2, static_cast<int64_t>(like.size())}, at::kDouble);
-  auto* here = found.mutable_data_ptr<double>();
-  for (size_t i = 0; i < like.size(); ++i) {
-    here[i] = values[i].defined() ? 1 : 0;
-    here[like.size() + i] = values[i].defined() && values[i].is_sparse() ? 1 : 0;
-  }
-  found = found.to(group_->device());
-  group_->all_reduce({found}, ReduceOp::kSum, labels.found).wait();
-  found = found.cpu();
-  const auto* have = found.const_data_ptr<double>();
-  const auto* have_sparse = have + like.size();
+  const ValueCounts counts = count_values(*group_, values, labels.found);
   Reduction dense;
   for (size_t i = 0; i < like.size(); ++i) {
-    if (have[i] == 0) continue;
-    const bool is_sparse = have_sparse[i] == have[i];
+    if (counts.any[i] == 0) continue;
+    const bool is_sparse = counts.sparse[i] == counts.any[i];
     const at::Tensor value = values[i].defined() ? values[i] : zeros_of(like[i], is_sparse);
     if (is_sparse) {
       launch({{like[i]}, {value.coalesce()}}, labels.sums);

@@ -182,6 +182,8 @@ at::Tensor Bucket::own_sum(size_t /*slot*/, at::IntArrayRef /*sizes*/,
   lacks("shards");
 }
 
+at::Tensor Bucket::own_sums() { lacks("sums of their own"); }
+
 std::vector<at::Tensor> Bucket::sums_of(const std::vector<bool>& /*chosen*/) {
   lacks("sums of their own");
 }

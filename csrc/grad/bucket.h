@@ -120,6 +120,9 @@ class TRIREME_API Bucket {
   // the sum to be there.
   virtual at::Tensor own_sum(size_t slot, at::IntArrayRef sizes, at::IntArrayRef strides) const;
   at::Tensor own_sum(size_t slot) const { return own_sum(slot, {own(slot).numel}, {1}); }
+  // Returns this rank's parts of all sums, one behind the other: own_sum() lies in it. Needs a
+  // bucket that is reduce_scattered.
+  virtual at::Tensor own_sums();
   // Returns the parts of the sums that belong to the `chosen` slots; neighbours are one tensor.
   // Needs a bucket that is reduce_scattered.
   virtual std::vector<at::Tensor> sums_of(const std::vector<bool>& chosen);

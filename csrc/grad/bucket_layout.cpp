@@ -139,6 +139,7 @@ Buckets BucketLayout::make_buckets(const BucketPlan& plan, int64_t tail_numel, b
 void BucketLayout::build(const Transport& transport) {
   if (!is_stale_) return;
   is_stale_ = false;
+  takes_runs_ = transport.takes_runs;
   auto [plan, numbers] = plan_from(0, order_);
   const bool scatters = may_scatter() && !(transport.has_stream && StreamTransport::takes(plan));
   // Gradients may become a stream, which needs no runs, after the first backward.

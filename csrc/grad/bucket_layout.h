@@ -74,6 +74,7 @@ class TRIREME_API BucketLayout {
   struct Transport {
     bool has_stream = false;    // gradients go one by one if the plan allows it
     bool carries_tail = false;  // the used-map may ride behind the last bucket's gradients
+    bool takes_runs = true;     // buckets may be reduce_scattered
   };
   void build(const Transport& transport);
   void make_stale() { is_stale_ = true; }
@@ -124,7 +125,7 @@ class TRIREME_API BucketLayout {
   std::vector<BucketPlace> places_in(const BucketPlan& plan) const;
   // Under the other placements some ranks own all of a gradient, and runs would be mostly padding.
   bool may_scatter() const {
-    return options_.own && options_.own.plan->placement == ShardPlacement::kDim0;
+    return takes_runs_ && options_.own && options_.own.plan->placement == ShardPlacement::kDim0;
   }
 
   Options options_;
@@ -144,6 +145,7 @@ class TRIREME_API BucketLayout {
   Buckets buckets_;
   std::vector<std::string> labels_;
   bool carries_tail_ = false;
+  bool takes_runs_ = true;
   bool scatters_ = false;
   bool is_stale_ = true;
 };

@@ -22,8 +22,10 @@ Pending CollectiveTransport::launch(const TransportBucket& request) {
   return bucket.reduce(*sharers_, request.label);
 }
 
-Pending CollectiveTransport::reduce_outer(std::vector<at::Tensor> sums, const std::string& label) {
-  return outer_ ? outer_->sum(std::move(sums), label) : Pending();
+Pending CollectiveTransport::reduce_outer(Bucket& bucket, const std::vector<bool>& slots,
+                                          const std::string& label) {
+  if (!outer_ || slots.empty()) return {};
+  return outer_->sum(bucket.sums_of(slots), label);
 }
 
 void CollectiveTransport::announce_failure(const std::string& text) noexcept {

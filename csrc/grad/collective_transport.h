@@ -25,7 +25,8 @@ class TRIREME_API CollectiveTransport final : public Transport {
   void begin(const TransportStep& step) override;
   void accumulated(size_t bucket, size_t slot) override;
   Pending launch(const TransportBucket& request) override;
-  Pending reduce_outer(std::vector<at::Tensor> sums, const std::string& label) override;
+  Pending reduce_outer(Bucket& bucket, const std::vector<bool>& slots,
+                       const std::string& label) override;
   bool launch_waits() const override { return sharers_->scatter_waits(); }
   void announce_failure(const std::string& text) noexcept override;
 

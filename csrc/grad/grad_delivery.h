@@ -63,9 +63,9 @@ class TRIREME_API GradDelivery {
   // to the transport. Takes its graph off it; see [Note: gradients with a graph].
   virtual void came(size_t index) { drop_graph(parameter(index).grad()); }
 
-  // Called when the ranks that share a bucket have its sum. Returns the tensors that go on to other
-  // ranks with the same shards, if there are any.
-  virtual std::vector<at::Tensor> take_sums(Bucket& /*bucket*/) { return {}; }
+  // Called when the ranks that share a bucket have its sum. Returns which slots' sums go on to
+  // other ranks with the same shards, a flag for each; none if there are no such ranks.
+  virtual std::vector<bool> take_sums(Bucket& /*bucket*/) { return {}; }
 
   // When a parameter's sum becomes .grad: as soon as it is there, when show_sums() has shown it, or
   // not in this step.

@@ -56,9 +56,10 @@ void GradReducer::begin_with(const NamedParameters& parameters) {
 }
 
 void GradReducer::build_layout() {
+  const TransportTraits& traits = transports_.own().traits();
   layout_.build({.has_stream = transports_.has_stream(),
-                 .carries_tail = transports_.own().traits().carries_map &&
-                                 !delivery_->traits().may_defer_sums});
+                 .carries_tail = traits.carries_map && !delivery_->traits().may_defer_sums,
+                 .takes_runs = traits.takes_runs});
 }
 
 // Checks for changes since the last step: of the group, of the user's parameters.
@@ -240,6 +241,7 @@ void GradReducer::collect(bool may_learn) {
   if (may_learn && layout_.arrivals().has_observed()) learn_order();
   queue_.drop();
   delivery_->after_backward();
+  transports_.chosen().delivered();
   const SentCodes sent = transports_.chosen().sent();
   clock_.codes_sent(sent.bytes, sent.encode_ms);
   clock_.backward_ends();
@@ -316,6 +318,7 @@ void GradReducer::abandon_backward(const std::string& why) noexcept {
   communicator_->show_step(step_, /*is_done=*/true);
   layout_.arrivals().abandon_step();
   queue_.drop();
+  transports_.chosen().abandoned();
   trigger_->end();
   delivery_->abandon(queue_.is_delivered());
 }

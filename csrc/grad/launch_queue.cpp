@@ -86,7 +86,7 @@ void LaunchQueue::settle(size_t index) {
   take_result(bucket, flight.pending);
   if (!step_.transport->traits().streams) bucket.keep_own();
   flight.outer =
-      step_.transport->reduce_outer(delivery_.take_sums(bucket), layout_.labels()[index]);
+      step_.transport->reduce_outer(bucket, delivery_.take_sums(bucket), layout_.labels()[index]);
   ++next_settle_;
 }
 
@@ -179,7 +179,7 @@ void LaunchQueue::reduce_extra_bucket(Transport& transport, double scale,
     pending.wait();
     take_result(bucket, pending);
     bucket.keep_own();
-    transport.reduce_outer(delivery_.take_sums(bucket), label).wait();
+    transport.reduce_outer(bucket, delivery_.take_sums(bucket), label).wait();
     delivery_.show_sums(beside);
     for (size_t slot = 0; slot < slots.size(); ++slot) {
       const auto index = static_cast<size_t>(slots[slot].parameter);

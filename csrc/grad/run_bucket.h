@@ -26,6 +26,7 @@ class TRIREME_API RunBucket final : public Bucket {
   at::Tensor spread_sum(size_t slot) override;
   using Bucket::own_sum;
   at::Tensor own_sum(size_t slot, at::IntArrayRef sizes, at::IntArrayRef strides) const override;
+  at::Tensor own_sums() override { return sums(); }
   std::vector<at::Tensor> sums_of(const std::vector<bool>& chosen) override;
   // Returns the memory into which the reduce_scatter puts this rank's part of the sums.
   const at::Tensor& sums();

@@ -65,6 +65,8 @@ struct TransportTraits {
   bool streams = false;
   // A stream may take its place where ranks share memory.
   bool may_become_stream = false;
+  // Buckets may hold runs to be reduce_scattered (run_bucket.h); if not, all are flat.
+  bool takes_runs = true;
 };
 
 // The codes of a step that this rank has sent.
@@ -109,9 +111,10 @@ class TRIREME_API Transport {
   virtual Pending launch(const TransportBucket& request) = 0;
   // Called when backward is over: gradients that are not ready are due now.
   virtual void close() {}
-  // Starts to sum up the results of launch() over the ranks that hold the same shards. Nothing is
-  // in flight if no other rank holds them, or `sums` is empty.
-  virtual Pending reduce_outer(std::vector<at::Tensor> /*sums*/, const std::string& /*label*/) {
+  // Starts to sum up the result of launch() over the ranks that hold the same shards: the sums of
+  // the flagged slots. Nothing is in flight if no other rank holds them, or none is flagged.
+  virtual Pending reduce_outer(Bucket& /*bucket*/, const std::vector<bool>& /*slots*/,
+                               const std::string& /*label*/) {
     return {};
   }
   // Starts to sum up the used-map if it goes alone.
@@ -122,6 +125,10 @@ class TRIREME_API Transport {
   // Called when the map has shown that no rank used a parameter: what came back for it goes
   // nowhere.
   virtual void unused(int64_t /*parameter*/) {}
+  // Called when the step is over: after all sums were delivered, or after an exception, which may
+  // have come before begin().
+  virtual void delivered() {}
+  virtual void abandoned() {}
   // Returns what has left in this step, or the one before, as codes.
   virtual SentCodes sent() const { return {}; }
 

@@ -2,13 +2,13 @@
 
 #include <trireme/common/error.h>
 #include <trireme/common/export.h>
+#include <trireme/grad/codes/kept_codes.h>
 #include <trireme/saving/checkpoint.h>
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -21,8 +21,6 @@ class Optimizer;
 }
 
 namespace trireme {
-
-class CheckpointSource;
 
 // The interfaces by which strategies describe themselves to saving/. Saving asks modules and
 // optimizers by dynamic_cast, so that it knows no strategy, and no strategy knows files.
@@ -65,18 +63,13 @@ class TRIREME_API HoldsStages {
   virtual const std::shared_ptr<Communicator>& stage_ranks() const = 0;
 };
 
-// What keeps a state of gradients' codes from step to step (DistributedDataParallel).
+// A module or optimizer whose gradients are coded, which keeps what codes leave out.
 class TRIREME_API HoldsCodes {
  public:
   virtual ~HoldsCodes() = default;
-  // Returns this rank's tensors of kCompressionTensors; absent, on all ranks alike, where there are
-  // none to be saved.
-  virtual std::optional<std::vector<CheckpointTensor>> codes_to_save() const = 0;
-  // Throws ValueError, naming the parameter, if a checkpoint has codes of other shapes.
-  virtual void check_codes(const CheckpointSource& checkpoint) const = 0;
-  // Takes over the codes of a checkpoint; those of other numbers of senders as the mean. Begins
-  // with zeros where it has none of this method, and says so once. Collective.
-  virtual void load_codes(const CheckpointSource& checkpoint) = 0;
+  // Returns its coders, on all ranks alike, with the names of the plain module's parameters; none
+  // where nothing is compressed.
+  virtual std::vector<KeptCodes> kept_codes() const = 0;
 };
 
 // A wrapper that is no part of the model (DistributedDataParallel).

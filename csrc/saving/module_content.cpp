@@ -4,10 +4,12 @@
 #include <trireme/common/error.h>
 #include <trireme/saving/held_parts.h>
 #include <trireme/saving/optimizer_state.h>
+#include <trireme/saving/saved_codes.h>
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -184,6 +186,32 @@ std::vector<CheckpointTensor> tensors_to_load(const TrainedModule& trained, cons
   return tensors_of(plain_module(*trained.module), parts, where, /*loads=*/true);
 }
 
+std::array<const HoldsCodes*, 2> code_holders(const TrainedModule& trained) {
+  return {dynamic_cast<const HoldsCodes*>(trained.module),
+          dynamic_cast<const HoldsCodes*>(trained.optimizer)};
+}
+
+bool holds_codes(const TrainedModule& trained) {
+  return trained.module != nullptr && code_holders(trained) != decltype(code_holders(trained)){};
+}
+
+// Returns the coders of gradients of a module and its optimizer, with the module's names.
+std::vector<KeptCodes> codes_of(const TrainedModule& trained) {
+  std::vector<KeptCodes> codes;
+  for (const HoldsCodes* holder : code_holders(trained)) {
+    if (holder == nullptr) continue;
+    for (KeptCodes& one : holder->kept_codes()) codes.push_back(std::move(one));
+  }
+  const auto names = names_in(plain_module(*trained.module));
+  for (KeptCodes& one : codes) {
+    for (size_t i = 0; i < one.tensors.size(); ++i) {
+      const auto found = names.find(one.tensors[i].unsafeGetTensorImpl());
+      if (found != names.end()) one.parameters[i].name = found->second;
+    }
+  }
+  return codes;
+}
+
 // Adds this rank's part of an optimizer's state; of what all ranks have the rows of `rows`.
 void add_optimizer(const TrainedModule& trained, const HeldParts& parts, RankOf rows, RankOf where,
                    CheckpointContent& content) {
@@ -228,9 +256,11 @@ CheckpointContent content_to_save(const TrainedModule& trained, const Checkpoint
     content.tensors[kModelTensors] = tensors_of(plain, parts, where, /*loads=*/false);
     add_optimizer(trained, parts, where, where, content);
   });
-  if (const auto* codes = dynamic_cast<const HoldsCodes*>(trained.module))
-    if (auto tensors = codes->codes_to_save())
-      content.tensors[kCompressionTensors] = std::move(*tensors);
+  if (!holds_codes(trained)) return content;
+  together(ranks, [&] {
+    if (auto codes = codes_to_save(codes_of(trained)))
+      content.tensors[kCompressionTensors] = std::move(*codes);
+  });
   return content;
 }
 
@@ -262,9 +292,13 @@ void load_content(const CheckpointSource& source, const TrainedModule& trained, 
     tensors = tensors_to_load(trained, parts, where);
   });
   source.check(kModelTensors, tensors);
-  auto* codes =
-      loaded_on == LoadedOn::kAllRanks ? dynamic_cast<HoldsCodes*>(trained.module) : nullptr;
-  if (codes != nullptr) together(ranks, [&] { codes->check_codes(source); });
+  std::vector<KeptCodes> codes;
+  if (loaded_on == LoadedOn::kAllRanks && holds_codes(trained)) {
+    together(ranks, [&] {
+      codes = codes_of(trained);
+      check_codes(codes, source, where);
+    });
+  }
   std::optional<OptimizerLoading> optimizer;
   if (asks ? some_rank_has_optimizer(trained, ranks) : trained.optimizer != nullptr)
     optimizer.emplace(source, trained, parts, asks, ranks);
@@ -277,7 +311,7 @@ void load_content(const CheckpointSource& source, const TrainedModule& trained, 
     if (optimizer) optimizer->read();
   });
   if (optimizer) optimizer->put();
-  if (codes != nullptr) codes->load_codes(source);
+  load_codes(codes, source, where);
 }
 
 }  // namespace trireme

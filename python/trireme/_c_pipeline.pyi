@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, device
 
-from trireme._C import Communicator, WorkerPool
+from trireme._C import Communicator, KeptCodes, WorkerPool, _Compression
 
 _Costs = tuple[Sequence[float], Sequence[float], Sequence[float], float]
 
@@ -106,6 +106,7 @@ class PipelineRunner:
     def recover(self) -> None: ...
     def divides_losses(self) -> bool: ...
     def later_copies(self) -> list[Tensor]: ...
+    def kept_codes(self) -> list[KeptCodes]: ...
     def raised_in(self) -> str: ...
     def last_step(self) -> dict[str, Any]: ...
 
@@ -159,6 +160,7 @@ class PipelineEngine(PipelineRunner):
         tied: Sequence[Sequence[tuple[int, str]]],
         replicas: Communicator | None = None,
         scale_unlisted: bool = True,
+        compression: _Compression | None = None,
     ) -> None: ...
     def set_parameters(
         self, stage: int, parameters: _Named, strategies: Sequence[DeferredSync]

@@ -6,7 +6,14 @@ from typing import ClassVar
 import torch
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from trireme._C import AdamStepOptions, Communicator, DeferredSync, ShardedParameter
+from trireme._C import (
+    AdamStepOptions,
+    Communicator,
+    DeferredSync,
+    KeptCodes,
+    ShardedParameter,
+    _Compression,
+)
 
 class ShardPlacement:
     DIM0: ClassVar[ShardPlacement]
@@ -23,6 +30,7 @@ class ZeroOptions:
     host_params: bool
     placement: ShardPlacement | None
     fused_step: bool
+    compression: _Compression | None
     def __init__(self) -> None: ...
 
 class FusedAdamGroup:
@@ -65,6 +73,7 @@ class ZeroCores:
     def settle(self) -> None: ...
     def undo(self) -> None: ...
     def live(self) -> list[Zero]: ...
+    def kept_codes(self) -> list[KeptCodes]: ...
     def begin_step(self, found_inf: bool, scaler_writes: int | None) -> bool: ...
     def end_step(self) -> None: ...
     def zero_grad(self, set_to_none: bool) -> None: ...
@@ -221,7 +230,9 @@ class Fsdp:
         ranks: Sequence[FsdpRanks],
         ranks_of: Sequence[int],
         agrees_with: Communicator | None = None,
+        compression: _Compression | None = None,
     ) -> None: ...
+    def kept_codes(self) -> list[KeptCodes]: ...
     def begin_pass(self, is_root: bool) -> None: ...
     def pre_forward(
         self, group: ParamGroup | None, is_root: bool, inputs: Sequence[torch.Tensor]

@@ -22,9 +22,9 @@ class BucketJourneys::Arrival final : public Pending::State {
 
 Pending BucketJourneys::start(BucketJourney journey) {
   Stages stages{std::move(journey)};
-  if (senders_.inside)
+  if (senders_.inside && !stages.journey.gradients.empty())
     stages.inside =
-        senders_.inside->all_reduce({stages.journey.memory}, ReduceOp::kSum, stages.journey.label);
+        senders_.inside->all_reduce(stages.journey.gradients, ReduceOp::kSum, stages.journey.label);
   all_.push_back(std::move(stages));
   send_codes(/*waits=*/!senders_.inside);
   return Pending(std::make_unique<Arrival>(shared_from_this(), all_.size() - 1));
@@ -53,6 +53,15 @@ void BucketJourneys::spread_means(size_t index) {
   spread_ = index + 1;
 }
 
+// Brings a bucket, and what has come so far behind it, on its way. One whose means are there waits
+// for no later one, for which a peer may first need this rank elsewhere.
+void BucketJourneys::go_on_to(size_t index) {
+  send_codes(/*waits=*/true);
+  for (; gone_on_ < sent_; ++gone_on_)
+    if (const auto& go_on = all_[gone_on_].between.go_on) go_on();
+  for (size_t i = spread_; i <= index; ++i) spread_means(i);
+}
+
 bool BucketJourneys::is_done(size_t index) {
   send_codes(/*waits=*/false);
   if (index == spread_ && index < sent_ && all_[index].between.pending.done()) spread_means(index);
@@ -62,10 +71,7 @@ bool BucketJourneys::is_done(size_t index) {
 }
 
 void BucketJourneys::wait_for(size_t index) {
-  send_codes(/*waits=*/true);
-  for (; gone_on_ < sent_; ++gone_on_)
-    if (const auto& go_on = all_[gone_on_].between.go_on) go_on();
-  for (size_t i = spread_; i <= index; ++i) spread_means(i);
+  if (index >= spread_) go_on_to(index);
   Stages& stages = all_[index];
   for (Pending& verb : stages.spread) verb.wait();
   if (stages.journey.copy_to.defined()) stages.journey.copy_to.copy_(stages.journey.memory);

@@ -19,6 +19,7 @@ namespace trireme {
 struct BucketJourney {
   at::Tensor memory;        // fp32 on the CPU: this rank's gradients, and then the means
   at::Tensor copy_to = {};  // the bucket, where its gradients lie elsewhere
+  std::vector<at::Tensor> gradients = {};  // the parts of the memory that are summed up
   std::string label;
   // Starts to exchange the codes of this rank's leg.
   std::function<CodesInFlight()> exchange;
@@ -49,6 +50,7 @@ class BucketJourneys : public std::enable_shared_from_this<BucketJourneys> {
   bool is_done(size_t index);
   void wait_for(size_t index);
   void send_codes(bool waits);
+  void go_on_to(size_t index);
   void spread_means(size_t index);
 
   const Senders& senders_;

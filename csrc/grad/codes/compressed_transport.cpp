@@ -47,6 +47,13 @@ void CompressedTransport::announce_failure(const std::string& text) noexcept {
   coder_.announce_failure(text);
 }
 
+std::unique_ptr<CompressedTransport> make_compressed_transport(
+    const std::shared_ptr<Communicator>& ranks, const Compression& compression) {
+  check(compression);
+  if (!has_several_senders(*ranks, between(compression))) return nullptr;
+  return std::make_unique<CompressedTransport>(ranks, compression);
+}
+
 void CompressedTransport::refuse(int64_t parameter) const {
   refuse_sparse((*infos_)[static_cast<size_t>(parameter)].name, ranks_->rank_of());
 }

@@ -187,6 +187,12 @@ SparseFormat sparse_format(const TopK& method) {
   return {method.density, method.chunk.value_or(0), method.bits};
 }
 
+bool has_threshold(const Compression& compression, int64_t numel) {
+  constexpr int64_t kFrom = 65536;  // below, the largest values are found exactly
+  const auto* method = std::get_if<TopK>(&compression);
+  return method != nullptr && !method->exact && !method->chunk && numel >= kFrom;
+}
+
 MatrixShape matrix_shape(at::IntArrayRef sizes) {
   if (sizes.empty()) return {};
   return {sizes.front(), c10::multiply_integers(sizes.slice(1))};

@@ -157,6 +157,10 @@ SparseFormat sparse_format(const TopK& method);
 // Returns the dtype to which a cast rounds; absent for the others.
 TRIREME_API std::optional<at::ScalarType> cast_dtype(const Compression& compression);
 
+// Returns whether a method sends what is above a threshold of this many elements, which it keeps
+// from step to step.
+TRIREME_API bool has_threshold(const Compression& compression, int64_t numel);
+
 // A parameter as a matrix: its first dimension by the rest.
 struct MatrixShape {
   int64_t rows = 1;

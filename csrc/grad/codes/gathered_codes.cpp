@@ -14,9 +14,6 @@ namespace {
 
 constexpr int64_t kAligned = sizeof(float);
 
-// Parameters below send exactly the largest values.
-constexpr int64_t kThresholdFrom = 65536;
-
 int64_t aligned(int64_t bytes) { return (bytes + kAligned - 1) / kAligned * kAligned; }
 
 // Codes that all senders send to all.
@@ -154,8 +151,7 @@ class SparseCodes final : public GatheredCodes {
     SparseValues values{gradient.values, residual_of(gradient), gradient.numel};
     values.decay = static_cast<float>(method_.decay);
     values.draw = gradient.draw;
-    const bool is_exact = method_.exact || method_.chunk || gradient.numel < kThresholdFrom;
-    if (!is_exact) values.threshold = &gradient.kept->threshold;
+    if (has_threshold(method_, gradient.numel)) values.threshold = &gradient.kept->threshold;
     encode(format_, values, code);
   }
   void decode_from(const Codes& codes, const CodedGradient& gradient) const override {

@@ -1,6 +1,8 @@
 #include <trireme/grad/codes/gradient_coder.h>
 
+#include <trireme/comm/host.h>
 #include <trireme/common/trace.h>
+#include <trireme/shm/host_group.h>
 
 #include <ATen/ATen.h>
 #include <c10/util/hash.h>
@@ -18,6 +20,26 @@ at::Tensor reals_of(const at::Tensor& payload) {
   return flat.is_complex() ? at::view_as_real(flat).view({-1}) : flat;
 }
 
+// Returns the parts of the memory of a bucket that hold its gradients; neighbours are one.
+std::vector<at::Tensor> gradients_in(const at::Tensor& memory, const CodedBucket& bucket,
+                                     int64_t reals) {
+  std::vector<at::Tensor> parts;
+  int64_t begin = 0;
+  int64_t end = 0;  // of neighbours
+  const auto add = [&] {
+    if (end > begin) parts.push_back(memory.narrow(0, begin * reals, (end - begin) * reals));
+  };
+  for (const CodedParameter& parameter : bucket.parameters) {
+    if (parameter.offset != end) {
+      add();
+      begin = parameter.offset;
+    }
+    end = parameter.offset + parameter.numel;
+  }
+  add();
+  return parts;
+}
+
 }  // namespace
 
 GradientCoder::GradientCoder(std::shared_ptr<Communicator> ranks, const Compression& compression)
@@ -26,7 +48,11 @@ GradientCoder::GradientCoder(std::shared_ptr<Communicator> ranks, const Compress
 }
 
 int64_t GradientCoder::senders() {
-  if (!senders_) senders_ = make_senders(ranks_, between(compression_));
+  if (!senders_) {
+    senders_ = make_senders(ranks_, between(compression_));
+    Host* host = ranks_->host();
+    may_go_on_ = host != nullptr && host->group().hosts().size() == 1;
+  }
   return senders_->count;
 }
 
@@ -37,6 +63,11 @@ void GradientCoder::begin_step() {
   memory_.forget_unused();
   sent_ = {};
   ++steps_;
+  is_in_step_ = true;
+}
+
+void GradientCoder::take_back_all() {
+  if (std::exchange(is_in_step_, false)) residuals_.take_back_all();
 }
 
 Pending GradientCoder::code(const CodedBucket& bucket) {
@@ -51,9 +82,10 @@ Pending GradientCoder::code(const CodedBucket& bucket) {
   // A host's input counts as much as those of all its ranks, whatever their number.
   const double share = static_cast<double>(senders_->count) / static_cast<double>(ranks_->world());
   CodeExchange codes{senders_->between, {}, journey.memory, bucket.scale / share, bucket.label};
-  codes.input_scale = share;
+  codes.input_scale = share * bucket.input_scale;
   codes.code_memory = &memory_;
   const int64_t reals = bucket.payload.is_complex() ? 2 : 1;
+  journey.gradients = gradients_in(journey.memory, bucket, reals);
   for (const CodedParameter& parameter : bucket.parameters) {
     const at::Tensor values =
         journey.memory.narrow(0, parameter.offset * reals, parameter.numel * reals);
@@ -69,18 +101,22 @@ Pending GradientCoder::code(const CodedBucket& bucket) {
   return journeys_->start(std::move(journey));
 }
 
+bool GradientCoder::is_always_dense(const CodedParameter& parameter) const {
+  const auto& sizes = parameter.largest.empty() ? parameter.sizes : parameter.largest;
+  return is_dense(compression_, matrix_shape(sizes));
+}
+
 bool GradientCoder::is_sent_dense(const CodedParameter& parameter) const {
   const auto* low_rank = std::get_if<PowerSGD>(&compression_);
   if (low_rank != nullptr && steps_ <= low_rank->start_step) return true;
-  return is_dense(compression_, matrix_shape(parameter.sizes));
+  return is_always_dense(parameter);
 }
 
 // Cuts a parameter between the legs of a host, so that codes do not depend on legs. One that must
 // not be cut goes by one of them.
 GradientCoder::Part GradientCoder::part_of(const CodedParameter& parameter, int64_t numel,
                                            int64_t leg) const {
-  const bool goes_dense = is_dense(compression_, matrix_shape(parameter.sizes));
-  const auto unit = goes_dense ? std::nullopt : unit_of(compression_);
+  const auto unit = is_always_dense(parameter) ? std::nullopt : unit_of(compression_);
   if (!unit) return parameter.number % senders_->legs == leg ? Part{0, numel} : Part{};
   const int64_t units = (numel + *unit - 1) / *unit;
   const int64_t begin = std::min(numel, leg * units / senders_->legs * *unit);
@@ -94,7 +130,7 @@ CodedGradient GradientCoder::coded(const CodedParameter& parameter, const at::Te
   if (gradient.is_dense) return gradient;
   gradient.shape.columns *= values.numel() / parameter.numel;  // two reals of a complex number
   gradient.kept = &residuals_.of(parameter.tensor, part.numel, has_error_feedback(compression_));
-  if (!parameter.arrived) residuals_.keep_copy(parameter.tensor);
+  if (!parameter.arrived || may_go_on_) residuals_.keep_copy(parameter.tensor);
   gradient.draw = static_cast<uint32_t>(c10::get_hash(parameter.name, steps_));
   return gradient;
 }
@@ -112,20 +148,28 @@ CodesInFlight GradientCoder::exchange(CodeExchange exchange) {
 std::vector<KeptPart> GradientCoder::kept_parts(const std::vector<ParameterInfo>& infos,
                                                 const std::vector<at::Tensor>& tensors,
                                                 bool makes) {
+  std::vector<CodedParameter> parameters;
+  for (size_t i = 0; i < infos.size(); ++i)
+    parameters.push_back(
+        {tensors[i], infos[i].name, infos[i].sizes, infos[i].numel, static_cast<int64_t>(i)});
+  return kept_parts(parameters, makes);
+}
+
+std::vector<KeptPart> GradientCoder::kept_parts(const std::vector<CodedParameter>& parameters,
+                                                bool makes) {
   std::vector<KeptPart> parts;
   if (!senders_ || !senders_->has_leg()) return parts;
-  for (size_t i = 0; i < infos.size(); ++i) {
-    const ParameterInfo& info = infos[i];
-    if (is_dense(compression_, matrix_shape(info.sizes))) continue;
-    const int64_t numel = c10::isComplexType(info.dtype) ? 2 * info.numel : info.numel;
-    const CodedParameter parameter{tensors[i], info.name, info.sizes, info.numel,
-                                   static_cast<int64_t>(i)};
+  for (const CodedParameter& parameter : parameters) {
+    if (is_always_dense(parameter)) continue;
+    const int64_t numel = parameter.tensor.is_complex() ? 2 * parameter.numel : parameter.numel;
     const Part part = part_of(parameter, numel, senders_->leg);
     if (part.numel == 0) continue;
     KeptOfCode* kept =
-        makes ? &residuals_.of(tensors[i], part.numel, has_error_feedback(compression_))
-              : residuals_.find(tensors[i]);
-    if (kept != nullptr) parts.push_back({info.name, numel, senders_->number, part.begin, kept});
+        makes ? &residuals_.of(parameter.tensor, part.numel, has_error_feedback(compression_))
+              : residuals_.find(parameter.tensor);
+    if (kept != nullptr)
+      parts.push_back({parameter.name, numel, senders_->number, part.begin, kept, parameter.number,
+                       part.numel});
   }
   return parts;
 }

@@ -27,14 +27,19 @@ struct CodedParameter {
   int64_t number = 0;   // its place among all of them, the same on all ranks
   int64_t offset = 0;   // of its gradient in the bucket
   bool arrived = true;  // this rank has a gradient of it
+  // The sizes that say whether it goes as fp32; its own if there are none. Those of the largest
+  // shard, so that all shards of a parameter go alike.
+  at::IntArrayRef largest = {};
 };
 
-// A bucket to be coded, with this rank's gradients, which become the average.
+// A bucket to be coded, with this rank's gradients, which become the average. What lies between
+// the gradients stays as it is.
 struct CodedBucket {
   at::Tensor payload;  // flat, dense
   std::vector<CodedParameter> parameters = {};
   double scale = 1;  // of the sum over all ranks
   const std::string& label;
+  double input_scale = 1;  // of this rank's gradients before they are coded
 };
 
 // What a rank keeps of one parameter's codes, and of which part of it.
@@ -44,6 +49,8 @@ struct KeptPart {
   int64_t sender = 0;  // the sender that this rank codes for, or with
   int64_t begin = 0;   // the place of its first element
   KeptOfCode* kept;    // owned by the coder
+  int64_t number = 0;  // the parameter's place among all of them
+  int64_t coded = 0;   // elements of this part
 };
 
 // What codes gradients on their way between senders, step by step; see [Note: gradient compression]
@@ -61,6 +68,11 @@ class TRIREME_API GradientCoder {
   Pending code(const CodedBucket& bucket);
   // Takes back what this step has sent of a parameter that had not arrived.
   void take_back(const at::Tensor& parameter) { residuals_.take_back(parameter); }
+  // Ends a step, unless it is abandoned.
+  void end_step() { is_in_step_ = false; }
+  // Takes back what the step has sent that has begun and not ended; where ranks share the memory of
+  // one host, since no other group works again after a failure.
+  void take_back_all();
   // Returns what has left in this step, or the one before.
   const SentCodes& sent() const { return sent_; }
   void announce_failure(const std::string& text) const noexcept;
@@ -75,6 +87,7 @@ class TRIREME_API GradientCoder {
   // begun if `makes`. Nothing before the senders have met.
   std::vector<KeptPart> kept_parts(const std::vector<ParameterInfo>& infos,
                                    const std::vector<at::Tensor>& tensors, bool makes);
+  std::vector<KeptPart> kept_parts(const std::vector<CodedParameter>& parameters, bool makes);
   // Begins anew with zeros.
   void forget();
 
@@ -85,6 +98,7 @@ class TRIREME_API GradientCoder {
     int64_t numel = 0;
   };
 
+  bool is_always_dense(const CodedParameter& parameter) const;
   bool is_sent_dense(const CodedParameter& parameter) const;
   Part part_of(const CodedParameter& parameter, int64_t numel, int64_t leg) const;
   CodedGradient coded(const CodedParameter& parameter, const at::Tensor& values, Part part);
@@ -92,11 +106,13 @@ class TRIREME_API GradientCoder {
 
   std::shared_ptr<Communicator> ranks_;
   std::optional<Senders> senders_;
+  bool may_go_on_ = false;  // after a backward that was abandoned
   Compression compression_;
   Residuals residuals_;
   CodeMemory memory_;
   std::shared_ptr<BucketJourneys> journeys_;  // of this step
   int64_t steps_ = 0;
+  bool is_in_step_ = false;
   SentCodes sent_;
 };
 

@@ -35,6 +35,13 @@ void Residuals::take_back(const at::Tensor& parameter) {
   if (copy != copies_.end() && entry != nullptr) entry->kept = copy->second;
 }
 
+void Residuals::take_back_all() {
+  for (auto& [parameter, copy] : copies_) {
+    const auto found = entries_.find(parameter);
+    if (found != entries_.end() && !found->second.parameter.expired()) found->second.kept = copy;
+  }
+}
+
 void Residuals::forget_copies() {
   copies_.clear();
   if (entries_.size() < most_) return;

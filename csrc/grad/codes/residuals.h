@@ -37,6 +37,7 @@ class TRIREME_API Residuals {
   void keep_copy(const at::Tensor& parameter);
   // Brings back what keep_copy() remembered: the code that was sent since is lost.
   void take_back(const at::Tensor& parameter);
+  void take_back_all();
   // Begins a step.
   void forget_copies();
 

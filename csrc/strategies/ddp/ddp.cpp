@@ -84,26 +84,38 @@ Ddp::Ddp(ModuleTensors module, std::shared_ptr<Communicator> communicator,
   parts.communicator = communicator_;
   parts.trigger = trigger_;
   parts.delivery = std::make_shared<WholeDelivery>(trigger_, options.gradient_as_bucket_view);
-  has_compression_ = options.compression.has_value();
-  if (has_compression_) parts.transport = compressed(*options.compression);
+  compression_ = options.compression;
+  if (compression_) {
+    auto transport = make_compressed_transport(communicator_, *compression_);
+    if (transport) coder_ = &transport->coder();
+    parts.transport = std::move(transport);
+  }
   reducer_ = GradReducer::make(module.parameters, std::move(parts), reducer_options);
 }
 
-// Returns null where nothing is sent.
-std::unique_ptr<Transport> Ddp::compressed(const Compression& compression) {
-  check(compression);
-  if (!has_several_senders(*communicator_, between(compression))) return nullptr;
-  auto transport = std::make_unique<CompressedTransport>(communicator_, compression);
-  coder_ = &transport->coder();
-  return transport;
+std::vector<KeptCodes> Ddp::kept_codes() const {
+  if (coder_ == nullptr) return {};
+  return {{coder_, reducer_->layout().infos(), reducer_->layout().parameters()}};
 }
 
 void Ddp::set_comm_hook(std::shared_ptr<CommHook> hook) {
   TORCH_CHECK(
-      !has_compression_,
+      !compression_,
       error_text("ddp", "got a communication hook beside `compression`, expected one of the two",
                  communicator_->rank_of(), "Leave one of them out."));
   reducer_->set_comm_hook(std::move(hook));
+}
+
+void Ddp::lead(Ddp& inner) const {
+  TORCH_CHECK_VALUE(
+      !inner.compression_ || inner.compression_ == compression_,
+      error_text("ddp",
+                 "got compression " + to_string(*inner.compression_) +
+                     " of a DistributedDataParallel inside of another one, which averages alone, "
+                     "with " +
+                     (compression_ ? to_string(*compression_) : std::string("none")),
+                 communicator_->rank_of(), "Give the outer one the same compression."));
+  inner.around_.push_back(forwards_);
 }
 
 // See [Note: one inside another] in ddp.h.

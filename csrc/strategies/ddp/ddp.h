@@ -3,6 +3,7 @@
 #include <trireme/comm/communicator.h>
 #include <trireme/grad/codes/compressed_transport.h>
 #include <trireme/grad/codes/compression.h>
+#include <trireme/grad/codes/kept_codes.h>
 #include <trireme/grad/grad_reducer.h>
 
 #include <ATen/core/Tensor.h>
@@ -76,7 +77,8 @@ class TRIREME_API Ddp {
   // same gradients. A forward of the inner module counts as one of this Ddp, beside a forward of
   // this module too; inside of the latter, in one thread, it is not reported. The outermost Ddp
   // leads; once it is gone, the next.
-  void lead(Ddp& inner) const { inner.around_.push_back(forwards_); }
+  // Throws ValueError for an inner one that compresses otherwise, which nobody would do.
+  void lead(Ddp& inner) const;
   // A guard that lives while the module of this Ddp runs its forward.
   class Running;
   [[nodiscard]] Running running();
@@ -98,8 +100,8 @@ class TRIREME_API Ddp {
   // Puts `hook` in the place of the transport; see GradReducer. Throws c10::Error beside
   // compression, also where nothing is compressed.
   void set_comm_hook(std::shared_ptr<CommHook> hook);
-  // Returns what codes gradients; null if nothing is compressed. It is the reducer's.
-  GradientCoder* coder() const { return coder_; }
+  // Returns what codes keep of its gradients; nothing where nothing is compressed.
+  std::vector<KeptCodes> kept_codes() const;
 
   BackwardTrigger& trigger() { return *trigger_; }
   GradReducer& reducer() { return *reducer_; }
@@ -120,16 +122,15 @@ class TRIREME_API Ddp {
   void broadcast_module(const std::vector<at::Tensor>& parameters,
                         const std::vector<at::Tensor>& buffers, int64_t root);
   std::shared_ptr<Forwards> leading() const;
-  std::unique_ptr<Transport> compressed(const Compression& compression);
 
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<BackwardTrigger> trigger_ = std::make_shared<BackwardTrigger>();
   std::shared_ptr<Forwards> forwards_ = std::make_shared<Forwards>(Forwards{trigger_});
   std::vector<std::weak_ptr<Forwards>> around_;  // the innermost first
   std::shared_ptr<GradReducer> reducer_;
-  bool has_compression_ = false;
-  GradientCoder* coder_ = nullptr;
-  int64_t seen_step_ = 0;  // see has_averaged()
+  std::optional<Compression> compression_;
+  GradientCoder* coder_ = nullptr;  // the reducer's; null if nothing is compressed
+  int64_t seen_step_ = 0;           // see has_averaged()
 };
 
 class Ddp::Running {

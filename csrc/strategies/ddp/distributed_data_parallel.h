@@ -7,7 +7,6 @@
 #include <trireme/module/module_parameters.h>
 #include <trireme/saving/held_parts.h>
 #include <trireme/strategies/ddp/ddp.h>
-#include <trireme/strategies/ddp/ddp_codes.h>
 #include <trireme/strategies/ddp/ddp_join.h>
 #include <trireme/sync/no_sync.h>
 
@@ -38,7 +37,7 @@ template <typename Net>
 class DistributedDataParallelImpl : public torch::nn::Module,
                                     public WrapsModule,
                                     public HasDdp,
-                                    public DdpCodes {
+                                    public HoldsCodes {
  public:
   DistributedDataParallelImpl(Net module, std::shared_ptr<Communicator> communicator,
                               const DdpOptions& options = {})
@@ -99,7 +98,7 @@ class DistributedDataParallelImpl : public torch::nn::Module,
   Net& module() { return module_; }
   torch::nn::Module& wrapped() const override { return *children().front(); }
   Ddp& core() override { return ddp_; }
-  const Ddp& codes_of() const override { return ddp_; }
+  std::vector<KeptCodes> kept_codes() const override { return ddp_.kept_codes(); }
 
  private:
   Net module_;

@@ -78,7 +78,7 @@ Fsdp::Fsdp(const Request& request)
       gates_(groups_, request.ranks_of),
       pool_(std::make_shared<BufferPool>(groups_.front()->device())),
       prefetch_(groups_, request.agrees_with),
-      reducers_({groups_, names_, request.ranks, request.ranks_of}),
+      reducers_({groups_, names_, request.ranks, request.ranks_of, request.compression}),
       delivery_(std::make_shared<GradientDelivery>(groups_)) {
   for (const auto& group : groups_) group->memory().share_pool(pool_);
   for (Communicator* one : gatherers()) share_steps(*communicator_, *one);
@@ -138,6 +138,7 @@ void Fsdp::begin_forward(const Forward& forward) {
   has_told_backward_ = false;
   if (tell_pass_) tell_pass_({false, forward.group});
   for (const auto& group : groups_) group->follow_requires_grad();
+  if (prefetch_.gathers()) reducers_.meet_senders();
   reducers_.before_forward();
   begin_reading();
   prefetch_.begin_forward(forward.group.get(), at::GradMode::is_enabled());

@@ -15,6 +15,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -81,6 +82,8 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
     // All ranks that must agree about the order of gathers; see Prefetch. Needed where groups of
     // several sets of ranks gather.
     std::shared_ptr<Communicator> agrees_with = nullptr;
+    // What gradients become on links between senders; themselves if absent.
+    std::optional<Compression> compression = {};
   };
   // Makes an Fsdp. Not collective.
   static std::shared_ptr<Fsdp> make(Request request);

@@ -60,7 +60,7 @@ void OwnerDelivery::accumulated(size_t index) {
 }
 
 // A bucket is waited for after those before it, on all ranks: so they come here in one order.
-std::vector<at::Tensor> OwnerDelivery::take_sums(Bucket& bucket) {
+std::vector<bool> OwnerDelivery::take_sums(Bucket& bucket) {
   if (!owners_.has_replicas) return {};
   std::vector<bool> goes_on;
   for (size_t slot = 0; slot < bucket.plan().slots.size(); ++slot) {
@@ -72,7 +72,7 @@ std::vector<at::Tensor> OwnerDelivery::take_sums(Bucket& bucket) {
     if (is_deferred(index)) parameter(index).mutable_grad().reset();  // the partial sum has it
     goes_on.push_back(!is_deferred(index));
   }
-  return bucket.sums_of(goes_on);
+  return goes_on;
 }
 
 GradDelivery::DeliveryTime OwnerDelivery::delivery_time_of(size_t index) const {

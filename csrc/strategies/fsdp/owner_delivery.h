@@ -62,7 +62,7 @@ class TRIREME_API OwnerDelivery final : public GradDelivery {
   void begin(BucketLayout& layout) override;
   void accumulated(size_t parameter) override;
   bool has_unseen(size_t index) const override { return parameter(index).grad().defined(); }
-  std::vector<at::Tensor> take_sums(Bucket& bucket) override;
+  std::vector<bool> take_sums(Bucket& bucket) override;
   DeliveryTime delivery_time_of(size_t parameter) const override;
   bool show_sums(const Buckets& buckets) override;
   void deliver(Bucket& bucket, size_t slot) override;

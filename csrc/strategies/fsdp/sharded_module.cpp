@@ -3,6 +3,7 @@
 #include <trireme/comm/launch/launch.h>
 #include <trireme/comm/subgroups.h>
 #include <trireme/common/error.h>
+#include <trireme/grad/codes/senders.h>
 #include <trireme/module/averages_gradients.h>
 #include <trireme/module/module_parameters.h>
 #include <trireme/optim/write_gate.h>
@@ -117,6 +118,7 @@ ShardedModule::ShardedModule(std::shared_ptr<torch::nn::Module> inner, FsdpOptio
   const UnitRanks ranks = ranks_of_unit(options_, device_);
   sharers_ = ranks.sharers;
   replicates_with_ = ranks.replicates_with;
+  check_compression();
   std::vector<ShardedParamSpec> specs;
   collect(specs);
   TORCH_CHECK_VALUE(!leaves_.empty() || !units_below(*inner_).empty(),
@@ -137,6 +139,17 @@ ShardedModule::ShardedModule(std::shared_ptr<torch::nn::Module> inner, FsdpOptio
 }
 
 ShardedModule::~ShardedModule() = default;
+
+// Compares what ranks were given.
+void ShardedModule::check_compression() const {
+  const RankOf where = options_.communicator->rank_of();
+  if (options_.compression) check(*options_.compression);
+  check_same_compression(*options_.communicator, options_.compression);
+  TORCH_CHECK_VALUE(
+      !options_.compression || !options_.scatters_with || replicates_with_,
+      error_text(kArea, "got scatters_with beside compression, which needs no scatter", where,
+                 "Leave one of them out."));
+}
 
 // Collects the parameters of inner that no unit in it has.
 void ShardedModule::collect(std::vector<ShardedParamSpec>& specs) {
@@ -410,6 +423,11 @@ void ShardedModule::add_parts(HeldParts& parts) const {
     first[static_cast<size_t>(spec.dim)] = ShardRows(spec, sharing()).first;
     parts[impl_of(param->sharded())] = {param->sharded(), spec.sizes, std::move(first)};
   }
+}
+
+std::vector<KeptCodes> ShardedModule::kept_codes() const {
+  if (!root_ && !options_.compression) return {};
+  return own_root().core->reducers().kept_codes();
 }
 
 StepReport ShardedModule::last_step() const {

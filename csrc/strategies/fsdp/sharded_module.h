@@ -62,6 +62,10 @@ struct FsdpOptions {
   std::function<int64_t(const std::string& name, const at::Tensor& parameter)> shard_dim = {};
   // The part of the unit that lies in CPU memory. On CPU it does nothing, and rank 0 says so once.
   std::optional<Offload> offload = {};
+  // What gradients become on links between senders (grad/codes/compression.h): all ranks or, under
+  // shard_among, those that have the same shards. Given to the outermost unit, whose inner ones
+  // have none or the same. Themselves if absent.
+  std::optional<Compression> compression = {};
 };
 
 // [Note: a sharded C++ module]
@@ -85,7 +89,7 @@ struct FsdpOptions {
 // The part of a unit that does not depend on the type of its module; see Sharded in fully_shard.h.
 // Passes may come from several threads; see [Note: passes of several threads] in fsdp.h. Other
 // calls come from one at a time.
-class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
+class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts, public HoldsCodes {
  public:
   ~ShardedModule() override;
   ShardedModule(const ShardedModule&) = delete;
@@ -180,6 +184,8 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
   // of ranks it is the rank among all.
   RankOf sharing() const { return sharers_->rank_of(); }
   void add_parts(HeldParts& parts) const override;
+  // Makes a unit that has a compression the outermost one.
+  std::vector<KeptCodes> kept_codes() const override;
 
   // Returns where the time of the last synchronized backward went.
   StepReport last_step() const;
@@ -221,6 +227,7 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
   class Root;
   class Gate;
   class Joining;
+  void check_compression() const;
   void collect(std::vector<ShardedParamSpec>& specs);
   std::vector<GradNormPart> parts_of_gradients() const;
   int64_t shard_dim(const std::string& name, const at::Tensor& parameter) const;

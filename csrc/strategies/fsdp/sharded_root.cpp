@@ -62,6 +62,13 @@ ShardedModule::Root::Root(const ShardedModule& unit) : outermost(&unit) {
                            "got a first forward of " + unit.name() + " after one of " +
                                one->name() + " in it, expected the outermost unit first",
                            communicator->rank_of(), "Run the outermost unit before its parts."));
+    const std::optional<Compression>& inner = one->options_.compression;
+    TORCH_CHECK_VALUE(!inner || inner == unit.options_.compression,
+                      error_text("fully_shard",
+                                 "got compression " + to_string(*inner) + " of a unit inside of " +
+                                     unit.name() + ", which has another one",
+                                 communicator->rank_of(),
+                                 "Give it to the outermost unit, and inner units none."));
     if (!one->group_) continue;
     ranks_of.push_back(place_of(*one));
     const bool stays = one == &unit && one->group_->gathers();
@@ -72,7 +79,7 @@ ShardedModule::Root::Root(const ShardedModule& unit) : outermost(&unit) {
     for (const ShardedParam& param : one->group_->params())
       names.push_back(name_of.at(param.sharded().unsafeGetTensorImpl()));
   }
-  core = Fsdp::make({groups, names, ranks, ranks_of, order_agreement()});
+  core = Fsdp::make({groups, names, ranks, ranks_of, order_agreement(), unit.options_.compression});
   core->keep_gradients();
 }
 

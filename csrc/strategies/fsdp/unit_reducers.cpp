@@ -1,6 +1,9 @@
 #include <trireme/strategies/fsdp/unit_reducers.h>
 
+#include <trireme/common/error.h>
 #include <trireme/common/exception_text.h>
+#include <trireme/grad/codes/compressed_transport.h>
+#include <trireme/grad/codes/replica_codes.h>
 #include <trireme/grad/collective_transport.h>
 
 #include <algorithm>
@@ -31,7 +34,6 @@ void UnitReducers::make_reducer(const Request& request, Part& part) {
   GradReducerOptions options;
   options.area = "fully_shard";
   OwnerDelivery::Owners owners;
-  std::vector<ParameterInfo> stored;
   for (const size_t one : part.groups) {
     const ParamGroup& group = *request.groups[one];
     for (size_t i = 0; i < group.params().size(); ++i) {
@@ -42,14 +44,15 @@ void UnitReducers::make_reducer(const Request& request, Part& part) {
       owners.leaves.push_back(param.gradient_leaf());
       owners.dtypes.push_back(spec.gradient_dtype());
       options.reduce_dtypes.emplace_back(spec.wire_dtype());
-      stored.push_back(stored_info(spec, spec.dtype));
+      part.stored.push_back(stored_info(spec, spec.dtype));
+      part.stored.back().name = parameters.names[part.stored.size() - 1];
     }
   }
   const size_t first = part.groups.front();
   const std::shared_ptr<Communicator>& sharers = request.groups[first]->communicator();
   const FsdpRanks& ranks = request.ranks[request.ranks_of[first]];
-  owners.own = {std::make_shared<const ShardPlan>(plan_of(stored, sharers->world())),
-                sharers->rank()};
+  owners.own = part.own = {
+      std::make_shared<const ShardPlan>(plan_of(part.stored, sharers->world())), sharers->rank()};
   owners.has_replicas = ranks.replicates_with != nullptr;
   part.trigger = std::make_shared<BackwardTrigger>(/*at_parameters=*/true);
   part.delivery = std::make_shared<OwnerDelivery>(part.trigger, std::move(owners));
@@ -57,10 +60,33 @@ void UnitReducers::make_reducer(const Request& request, Part& part) {
   parts.communicator = ranks.communicator;
   parts.trigger = part.trigger;
   parts.delivery = part.delivery;
-  parts.transport = std::make_unique<CollectiveTransport>(
-      ranks.communicator, ranks.scatters_with ? ranks.scatters_with : sharers,
-      ranks.replicates_with ? make_replica_sum(ranks.replicates_with) : nullptr);
+  parts.transport = make_transport(request, part);
   part.reducer = GradReducer::make(parameters, std::move(parts), options);
+}
+
+// Codes go between all ranks that train or, under HSDP, between those that have the same shards.
+std::unique_ptr<Transport> UnitReducers::make_transport(const Request& request, Part& part) {
+  const size_t first = part.groups.front();
+  const FsdpRanks& ranks = request.ranks[request.ranks_of[first]];
+  const std::shared_ptr<Communicator>& scattering =
+      ranks.scatters_with ? ranks.scatters_with : request.groups[first]->communicator();
+  const std::shared_ptr<Communicator>& replicas = ranks.replicates_with;
+  const std::optional<Compression>& compression = request.compression;
+  if (compression && !replicas) {
+    if (auto coded = make_compressed_transport(ranks.communicator, *compression)) {
+      part.coder = &coded->coder();
+      return coded;
+    }
+  } else if (compression && has_several_senders(*replicas, between(*compression))) {
+    auto coded = std::make_unique<ReplicaCodesTransport>(
+        ReplicaCodesTransport::Ranks{ranks.communicator, scattering, replicas}, *compression,
+        coded_shards(part.stored, part.own));
+    part.coder = &coded->coder();
+    part.codes_shards = true;
+    return coded;
+  }
+  return std::make_unique<CollectiveTransport>(ranks.communicator, scattering,
+                                               replicas ? make_replica_sum(replicas) : nullptr);
 }
 
 UnitReducers::UnitReducers(const Request& request)
@@ -90,6 +116,11 @@ UnitReducers::UnitReducers(const Request& request)
     armings.push_back(part->trigger);
     parts_.push_back(part);
   }
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !request.compression || parts_.size() < 2,
+      error_text("fully_shard", "got compression for units on several meshes",
+                 request.ranks.front().communicator->rank_of(),
+                 "Leave it out, or give all units the mesh of the outermost one."));
   if (armings.size() > 1) BackwardTrigger::arm_together(armings);
 }
 
@@ -150,6 +181,11 @@ void UnitReducers::Part::read_unused() const {
   for (size_t i = 0; i < groups.size(); ++i)
     unused.insert(unused.end(), group(i).params().size(), unused_groups.at(groups[i]));
   reducer->expect_none(std::move(unused));
+}
+
+void UnitReducers::meet_senders() {
+  for (const auto& part : parts_)
+    if (part->coder != nullptr) part->coder->senders();
 }
 
 void UnitReducers::before_forward() {
@@ -220,6 +256,17 @@ void UnitReducers::tell_hook_errors(std::function<void(const std::string& what)>
   for (const auto& part : parts_) part->tell_hook_error = callback;
 }
 
+std::vector<KeptCodes> UnitReducers::kept_codes() const {
+  std::vector<KeptCodes> codes;
+  for (const auto& part : parts_) {
+    if (part->coder == nullptr) continue;
+    const BucketLayout& layout = part->reducer->layout();
+    codes.push_back({part->coder, part->codes_shards ? part->stored : layout.infos(),
+                     layout.parameters(), part->codes_shards ? part->own : OwnShards()});
+  }
+  return codes;
+}
+
 StepReport UnitReducers::last_step() const {
   StepReport all = parts_.front()->reducer->last_step();
   for (size_t i = 1; i < parts_.size(); ++i) {
@@ -230,6 +277,8 @@ StepReport UnitReducers::last_step() const {
     all.hidden_comm_ms += one.hidden_comm_ms;
     all.reduced_bytes += one.reduced_bytes;
     all.buckets += one.buckets;
+    all.sent_bytes += one.sent_bytes;
+    all.encode_ms += one.encode_ms;
     all.streamed = all.streamed && one.streamed;
   }
   return all;

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <trireme/comm/communicator.h>
+#include <trireme/grad/codes/compression.h>
+#include <trireme/grad/codes/kept_codes.h>
 #include <trireme/grad/grad_reducer.h>
 #include <trireme/param/param_group.h>
 #include <trireme/strategies/fsdp/all_reduce_hooks.h>
@@ -12,6 +14,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -48,11 +51,17 @@ class TRIREME_API UnitReducers {
     const std::vector<std::string>& names;  // names of all parameters, group by group
     const std::vector<FsdpRanks>& ranks;
     const std::vector<size_t>& ranks_of;  // index into `ranks`, one per group
+    const std::optional<Compression>& compression;
   };
+  // Throws ValueError for a bad compression, c10::NotImplementedError for one of units on several
+  // meshes.
   explicit UnitReducers(const Request& request);
   UnitReducers(const UnitReducers&) = delete;
   UnitReducers& operator=(const UnitReducers&) = delete;
 
+  // Lets senders of codes meet, before ranks wait for each other elsewhere. Collective the first
+  // time.
+  void meet_senders();
   void before_forward();
   void after_forward(const std::vector<at::Tensor>& outputs, bool all_found);
   // Sets whether backwards average at all, whatever the flags of units say.
@@ -83,6 +92,8 @@ class TRIREME_API UnitReducers {
   void compare_numbers(const GatherHashCheck& comparison) {
     for (const auto& part : parts_) part->reducer->compare_numbers(comparison);
   }
+  // Returns what codes keep; nothing where nothing is compressed.
+  std::vector<KeptCodes> kept_codes() const;
   // Returns the report of all reducers together: bytes, buckets and times of communication are
   // sums.
   StepReport last_step() const;
@@ -103,6 +114,10 @@ class TRIREME_API UnitReducers {
     std::shared_ptr<BackwardTrigger> trigger;
     std::shared_ptr<OwnerDelivery> delivery;
     std::shared_ptr<GradReducer> reducer;
+    GradientCoder* coder = nullptr;     // the reducer's; null where nothing is compressed
+    bool codes_shards = false;          // it codes these, not whole parameters
+    std::vector<ParameterInfo> stored;  // parameters as they lie in memory
+    OwnShards own;
 
     const ParamGroup& group(size_t place) const { return *(*all)[groups[place]]; }
     // Reads the flags of its units, when a backward begins that averages.
@@ -112,6 +127,7 @@ class TRIREME_API UnitReducers {
     AllReduceHook telling(AllReduceHook hook) const;
   };
   static void make_reducer(const Request& request, Part& part);
+  static std::unique_ptr<Transport> make_transport(const Request& request, Part& part);
 
   std::shared_ptr<const Groups> groups_;
   std::vector<std::shared_ptr<Part>> parts_;

@@ -289,6 +289,9 @@ void PipelineEngine::make_report(double step_ms) {
                  report.weight_ms;
     report_.stages.push_back(report);
   }
+  const SentCodes sent = gradients_->sent();
+  report_.sent_bytes = sent.bytes;
+  report_.encode_ms = sent.encode_ms;
   report_.bubble = step_ms > 0 ? std::max(0.0, 1 - computing / step_ms) : 0;
 }
 

@@ -68,6 +68,7 @@ class TRIREME_API PipelineEngine final : public PipelineRunner {
   bool has_strategies() const override { return gradients_->has_strategies(); }
   bool divides_losses() const override { return sends_gradients_ || has_strategies(); }
   std::vector<at::Tensor> later_copies() const override { return gradients_->later_copies(); }
+  std::vector<KeptCodes> kept_codes() const override { return gradients_->kept_codes(); }
   const PipelineSchedule& schedule() const override { return schedule_; }
   const std::string& raised_in() const override { return raised_in_; }
   PipelineReport last_step() const override;

@@ -31,6 +31,7 @@ std::string describe(const PipelineSchedule& schedule, const PipelineEngineOptio
                               " micro-batches, scale_grads=", options.scale_grads, ", table ",
                               std::hash<std::string>()(to_csv(schedule, TableForm::kAsItIs)),
                               ", with replicas: ", options.replicas != nullptr);
+  if (options.compression) text += ", compression " + to_string(*options.compression);
   for (const PipelineSkip& skip : options.skips)
     text += c10::str(", '", skip.name, "' from stage ", skip.from, " to stage ", skip.to);
   for (const TiedParameter& tied : options.tied) {

@@ -98,9 +98,12 @@ void PipelineModule::start(const PipelineOptions& options, PipelineSchedule sche
                            PipelineEngineOptions engine_options) {
   engine_options.scale_grads = options.scale_grads;
   engine_options.replicas = ranks_.replicas;
+  engine_options.compression = options.compression;
   runner_ = make_runner(options, ranks_, std::move(schedule), std::move(stages),
                         std::move(engine_options));
 }
+
+std::vector<KeptCodes> PipelineModule::kept_codes() const { return runner_->kept_codes(); }
 
 at::Tensor PipelineModule::clip_grad_norm_(double max_norm, double norm_type,
                                            bool error_if_nonfinite) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/optim/grad_norm.h>
+#include <trireme/saving/held_parts.h>
 #include <trireme/strategies/pipeline/deferred_batch_norm.h>
 #include <trireme/strategies/pipeline/micro_batches.h>
 #include <trireme/strategies/pipeline/pipeline_options.h>
@@ -25,7 +26,7 @@ using PipelineLoss = std::function<at::Tensor(const at::Tensor& output, const at
 
 // The calls that Pipeline and StagePipeline have in common: each cuts a batch into micro-batches,
 // and has a PipelineRunner take them through the stages, whose layers are modules of this one.
-class TRIREME_API PipelineModule : public torch::nn::Module {
+class TRIREME_API PipelineModule : public torch::nn::Module, public HoldsCodes {
  public:
   // Takes all that the last stage returned for a micro-batch, and its target.
   using Loss =
@@ -44,6 +45,7 @@ class TRIREME_API PipelineModule : public torch::nn::Module {
   std::vector<GradNormPart> gradients() const;
 
   const PipelineSchedule& schedule() const { return runner_->schedule(); }
+  std::vector<KeptCodes> kept_codes() const override;
   PipelineReport last_step() const { return runner_->last_step(); }
 
  protected:

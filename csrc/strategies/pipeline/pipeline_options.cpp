@@ -41,6 +41,12 @@ PipelineSchedule schedule_of(const PipelineOptions& options, int64_t ranks) {
 
 PipelineRanks ranks_of_replica(std::shared_ptr<Communicator> all, const PipelineOptions& options) {
   const int64_t replicas = options.replicas;
+  if (options.compression) {
+    check(*options.compression);
+    if (replicas == 1)
+      refuse_pipeline("got compression of a pipeline without replicas, which averages nothing",
+                      "Leave it out.");
+  }
   if (!options.ranks) {
     if (replicas != 1)
       refuse_pipeline(c10::str("got replicas=", replicas, " of a pipeline in one process"),

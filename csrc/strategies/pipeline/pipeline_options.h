@@ -2,6 +2,7 @@
 
 #include <trireme/comm/communicator.h>
 #include <trireme/common/export.h>
+#include <trireme/grad/codes/compression.h>
 #include <trireme/strategies/pipeline/schedule.h>
 #include <trireme/strategies/pipeline/skip.h>
 
@@ -35,6 +36,9 @@ struct PipelineOptions {
   // The number of pipelines: each has as many consecutive ranks, and trains on batches of its own.
   // Gradients are averaged over them (replicas.h).
   int64_t replicas = 1;
+  // What gradients become on links between replicas (grad/codes/compression.h); themselves if
+  // absent.
+  std::optional<Compression> compression = {};
   // The names that layers stash() and pop(): `from` and `to` count layers.
   std::vector<PipelineSkip> skips = {};
   // The micro-batches that are recomputed: "never", "except_last", "always", "auto"

@@ -2,6 +2,8 @@
 
 #include <trireme/comm/communicator.h>
 #include <trireme/comm/tensor_channel.h>
+#include <trireme/grad/codes/compression.h>
+#include <trireme/grad/codes/kept_codes.h>
 #include <trireme/module/module_parameters.h>
 #include <trireme/strategies/pipeline/gradients/tied_parameters.h>
 #include <trireme/strategies/pipeline/schedule.h>
@@ -50,6 +52,9 @@ struct PipelineEngineOptions {
   std::vector<TiedParameter> tied = {};
   // The ranks that hold the same stages in all replicas of the pipeline; null for one replica.
   std::shared_ptr<Communicator> replicas = nullptr;
+  // What gradients become on links between replicas (grad/codes/compression.h); themselves if
+  // absent.
+  std::optional<Compression> compression = {};
   // Whether ranks are threads of one process: exceptions of stages then come out as they were
   // thrown, and the engine leaves strategies alone.
   bool on_threads = false;
@@ -84,6 +89,10 @@ struct PipelineReport {
   // The bubble of the schedule if all stages take as long as those of this rank did.
   double computed_bubble = 0;
   std::vector<StageReport> stages = {};
+  // Under compression: what this rank sent to other replicas as codes (an all-reduce counts once),
+  // and how long it took to code it. Else 0.
+  int64_t sent_bytes = 0;
+  double encode_ms = 0;
 };
 
 // [Note: passes]
@@ -173,6 +182,8 @@ class TRIREME_API PipelineRunner {
 
   // Returns the parameters of this rank that are copies of those of earlier stages.
   virtual std::vector<at::Tensor> later_copies() const = 0;
+  // Returns what codes keep of this rank's gradients; nothing where nothing is compressed.
+  virtual std::vector<KeptCodes> kept_codes() const { return {}; }
 
   virtual const PipelineSchedule& schedule() const = 0;
   // Returns where the exception that ended the last step came from, if from a stage of this rank:

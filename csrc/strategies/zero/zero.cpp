@@ -4,6 +4,7 @@
 #include <trireme/common/language.h>
 #include <trireme/common/resolved.h>
 #include <trireme/common/trace.h>
+#include <trireme/grad/codes/compressed_transport.h>
 #include <trireme/grad/plan_agreement.h>
 #include <trireme/memory/flat_buffer.h>
 
@@ -56,6 +57,7 @@ Zero::Zero(NamedParameters parameters, std::shared_ptr<Communicator> communicato
   TORCH_CHECK_VALUE(difference.empty(), difference);
   check_options();
   const int64_t number = agree_on_options();
+  check_compression(parameters.sparse_gradient);
   plan_ = std::make_shared<const ShardPlan>(make_shard_plan(
       {infos_, communicator_->world(), options_.placement.value_or(ShardPlacement::kDim0)}));
   std::vector<at::Tensor> values;
@@ -80,6 +82,11 @@ Zero::Zero(NamedParameters parameters, std::shared_ptr<Communicator> communicato
   parts.communicator = communicator_;
   parts.trigger = trigger_;
   parts.delivery = delivery_;
+  if (options_.compression) {
+    auto coded = make_compressed_transport(communicator_, *options_.compression);
+    if (coded) coder_ = &coded->coder();
+    parts.transport = std::move(coded);
+  }
   reducer_ = GradReducer::make(parameters, std::move(parts), reducing);
   watch_gradients();
 }
@@ -100,6 +107,26 @@ void Zero::check_options() const {
                                      " but '" + info.name + "' on " + info.device.str(),
                                  where, "Move all of them to one device."));
   }
+}
+
+// Compares what ranks were given, of which each may have to refuse it.
+void Zero::check_compression(const std::vector<bool>& sparse) const {
+  check_same_compression(*communicator_, options_.compression);
+  if (!options_.compression) return;
+  const RankOf where = communicator_->rank_of();
+  check(*options_.compression);
+  TORCH_CHECK_VALUE(
+      options_.stage == 2,
+      error_text("zero",
+                 "got compression under stage 1, where DistributedDataParallel averages gradients",
+                 where, "Give it to that, or use stage 2."));
+  for (size_t i = 0; i < infos_.size(); ++i)
+    if (sparse[i]) refuse_sparse(infos_[i].name, where);
+}
+
+std::vector<KeptCodes> Zero::kept_codes() const {
+  if (coder_ == nullptr) return {};
+  return {{coder_, reducer_->layout().infos(), reducer_->layout().parameters()}};
 }
 
 // Returns a number for this optimizer, by which ranks tell theirs apart.
@@ -434,6 +461,7 @@ void Zero::zero_grad(bool set_to_none) {
 void Zero::retire() {
   if (reducer_)
     for (const at::Tensor& parameter : parameters_) parameter.mutable_grad().reset();
+  coder_ = nullptr;
   reducer_.reset();
   delivery_.reset();
   trigger_.reset();

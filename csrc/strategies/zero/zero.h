@@ -1,6 +1,8 @@
 #pragma once
 
 #include <trireme/comm/communicator.h>
+#include <trireme/grad/codes/compression.h>
+#include <trireme/grad/codes/kept_codes.h>
 #include <trireme/grad/grad_reducer.h>
 #include <trireme/kernels/optimizer_step.h>
 #include <trireme/memory/host_store.h>
@@ -62,6 +64,10 @@ struct ZeroOptions {
   // passes over the shards are spared. Needs stage 2, and ranks that share memory. Costs a ring of
   // 4 N bytes per rank.
   bool fused_step = false;
+  // What gradients become on links between senders (grad/codes/compression.h); themselves if
+  // absent. Needs stage 2: under stage 1 DDP has it. Each rank gets the means of whole buckets, of
+  // which it keeps its shards; fused_step then has no sums to make.
+  std::optional<Compression> compression = std::nullopt;
 };
 
 // A parameter group for fused_adam_step(): Adam's state of this rank's shards of `parameters`. Its
@@ -148,6 +154,9 @@ class TRIREME_API Zero {
   GradReducer* reducer() { return reducer_.get(); }
   const std::shared_ptr<BackwardTrigger>& trigger() const { return trigger_; }
 
+  // Returns what codes keep of gradients; nothing where nothing is compressed.
+  std::vector<KeptCodes> kept_codes() const;
+
   // Returns whether the last backward has left the sums of gradients to fused_adam_step(); summed()
   // returns of which parameters. gradients() makes them after all.
   bool has_sums() const { return delivery_ && delivery_->has_sums(); }
@@ -186,6 +195,7 @@ class TRIREME_API Zero {
   static int64_t in_order(double number);
   Flags meet(Flags flags, const char* label);
   void check_options() const;
+  void check_compression(const std::vector<bool>& sparse) const;
   int64_t agree_on_options() const;
   void move_into_store();
   void make_shards();
@@ -226,7 +236,8 @@ class TRIREME_API Zero {
   std::shared_ptr<BackwardTrigger> trigger_;
   std::shared_ptr<ShardDelivery> delivery_;
   std::shared_ptr<GradReducer> reducer_;
-  bool writing_ = false;  // since begin_writing()
+  GradientCoder* coder_ = nullptr;  // the reducer's; null where nothing is compressed
+  bool writing_ = false;            // since begin_writing()
   bool scaler_wrote_ = false;
   bool steps_ = false;  // this step was not skipped
   int64_t step_ = 0;

@@ -57,6 +57,12 @@ std::shared_ptr<ZeroCores> ZeroCores::of(const at::Tensor& parameter) {
   return found == Holders::all().of.end() ? nullptr : found->second->weak_from_this().lock();
 }
 
+std::vector<KeptCodes> ZeroCores::kept_codes() const {
+  std::vector<KeptCodes> all = of_all(cores_, [](const Zero& core) { return core.kept_codes(); });
+  for (size_t i = 1; i < all.size(); ++i) all[i].prefix = "group " + std::to_string(i) + ", ";
+  return all;
+}
+
 void ZeroCores::claim(const NamedParameters& parameters) {
   {
     const std::lock_guard lock(Holders::all().mutex);

@@ -60,6 +60,9 @@ class TRIREME_API ZeroCores final : public std::enable_shared_from_this<ZeroCore
   void abandon_step(const std::string& reason) noexcept;
   void zero_grad(bool set_to_none = true);
 
+  // Returns what codes keep of gradients, core by core; nothing where nothing is compressed.
+  std::vector<KeptCodes> kept_codes() const;
+
   // Stage 2; under stage 1 they do nothing.
   void set_synchronize(bool synchronize);
   void set_divisor(double divisor);

@@ -46,7 +46,9 @@ struct TRIREME_API ZeroParameters {
 //
 // One whose parameters another takes over (zero_cores.h) keeps what consolidate() brought, and
 // throws from every other function. Throws ValueError for only some of another one's parameters.
-class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public ShardedOptimizer {
+class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer,
+                                  public ShardedOptimizer,
+                                  public HoldsCodes {
  public:
   ~ZeroOptimizer() override;
   ZeroOptimizer(const ZeroOptimizer&) = delete;
@@ -157,6 +159,7 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public Sharded
   // gathered state. Writing goes as begin_writing_shards() of Zero says.
   torch::optim::Optimizer& stepping() override { return *local_; }
   void add_parts(HeldParts& parts) const override;
+  std::vector<KeptCodes> kept_codes() const override { return cores_->kept_codes(); }
   void begin_writing() override;
   void end_writing() override;
   void abandon_writing(const std::string& reason) noexcept override {

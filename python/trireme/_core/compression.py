@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from trireme import _C
+from trireme._core.errors import Area
+
+_AREA = Area("compression")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,33 +171,90 @@ class Residual(NamedTuple):
     """fp32, flat; of a complex parameter its real numbers."""
 
 
-_coders: WeakKeyDictionary[nn.Module, _C.Ddp] = WeakKeyDictionary()
+class Codes(Protocol):
+    """What compresses the gradients of a module or an optimizer."""
+
+    def kept_codes(self) -> list[_C.KeptCodes]:
+        """Returns what it keeps, by its own names."""
 
 
-def note_codes(module: nn.Module, core: _C.Ddp) -> None:
-    """Gradients of ``module`` are compressed by ``core``."""
-    _coders[module] = core
+@dataclass(frozen=True)
+class _Noted:
+    codes: Codes
+    wraps: str  # the name of the module in it that has the parameters, with a dot; "" for itself
 
 
-def coders_in(model: nn.Module) -> list[tuple[str, _C.Ddp]]:
-    """Who compresses in ``model``, with what comes before its names in the plain model."""
+_noted: WeakKeyDictionary[nn.Module | Optimizer, _Noted] = WeakKeyDictionary()
+
+
+def note_codes(holder: nn.Module | Optimizer, codes: Codes, wraps: str = "") -> None:
+    """Gradients of ``holder`` are compressed by ``codes``, which must not keep it alive."""
+    _noted[holder] = _Noted(codes, wraps)
+
+
+def codes_in(model: nn.Module | Optimizer) -> list[_C.KeptCodes]:
+    """Returns what is kept of the gradients of ``model``, with names of the plain model."""
+    if isinstance(model, Optimizer):
+        noted = _noted.get(model)
+        return [] if noted is None else noted.codes.kept_codes()
     found = []
     for path, module in model.named_modules():
-        core = _coders.get(module)
-        if core is not None:
-            found.append((f"{path}.module." if path else "", core))
+        noted = _noted.get(module)
+        if noted is None:
+            continue
+        before = f"{path}.{noted.wraps}" if path else ""
+        for kept in noted.codes.kept_codes():
+            kept.rename([before + name for name in kept.names], before)
+            found.append(kept)
     return found
 
 
-def state_of(model: nn.Module) -> dict[str, Residual]:
+def core_of(compression: Compression | None) -> Any:
+    """What the core takes for it."""
+    return None if compression is None else compression._core()
+
+
+def checked(compression: object, refuse: Callable[..., NoReturn]) -> Compression | None:
+    """A method of ``trireme.compression``, or None; ``refuse`` is what an area calls so."""
+    if compression is None or isinstance(compression, Compression):
+        return compression
+    refuse(
+        f"got {type(compression).__name__} as compression, expected a method of "
+        "trireme.compression",
+        "Pass one such as trireme.compression.Int8().",
+        kind=TypeError,
+    )
+
+
+def check_dense(modules: Iterable[nn.Module]) -> None:
+    """There are no codes of sparse gradients.
+
+    Raises:
+        ValueError: a layer in ``modules`` makes some.
+    """
+    for module in modules:
+        for name, layer in module.named_modules():
+            if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
+                _AREA.refuse(
+                    f"got sparse gradients of '{f'{name}.weight'.removeprefix('.')}', expected "
+                    "dense ones",
+                    "Leave sparse=True out of the layer, or compression out of the wrapper.",
+                    rank=dist.get_rank(),
+                    world=dist.get_world_size(),
+                )
+
+
+def state_of(model: nn.Module | Optimizer) -> dict[str, Residual]:
     """Returns what codes have left out on this rank, by the name in the plain model.
 
     Of parameters that go as fp32 there is nothing. Under ``between="ranks"`` all of a parameter is
-    there, else the part that this rank codes for its host. Values are shared with the model: they
-    change in the next step.
+    there, else the part that this rank codes for its host; of a shard that replicas code, that.
+    Values are shared with the model: they change in the next step.
+
+    Args:
+        model: what was given ``compression``, a model that has it inside, or a
+            ``ZeroRedundancyOptimizer``.
     """
     return {
-        prefix + name: Residual(*part)
-        for prefix, core in coders_in(model)
-        for name, part in core.residuals().items()
+        name: Residual(*part) for kept in codes_in(model) for name, part in kept.residuals().items()
     }

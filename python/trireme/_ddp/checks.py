@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from torch._utils import _get_device_index
 from torch.distributed import GradBucket
 from torch.distributed.device_mesh import DeviceMesh
 
-from trireme._core.compression import Compression
+from trireme._core.compression import Compression, checked
 from trireme._ddp import AREA, refuse
 
 
@@ -97,15 +98,7 @@ def check_bucket_caps(
 
 def check_compression(compression: object, group: dist.ProcessGroup) -> Compression | None:
     """A method of ``trireme.compression``, or None."""
-    if compression is None or isinstance(compression, Compression):
-        return compression
-    refuse(
-        f"got {type(compression).__name__} as compression, expected a method of "
-        "trireme.compression",
-        "Pass one such as trireme.compression.Int8().",
-        group,
-        kind=TypeError,
-    )
+    return checked(compression, functools.partial(refuse, group=group))
 
 
 def check_delayed(delayed: object, hooked: nn.Parameter | None, group: dist.ProcessGroup) -> None:

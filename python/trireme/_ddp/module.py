@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from trireme import _C
-from trireme._core.compression import Compression, note_codes
+from trireme._core.compression import Compression, core_of, note_codes
 from trireme._core.find_tensors import find_tensors
 from trireme._core.group_communicator import communicator_of
 from trireme._core.joined_steps import check_joined_batch_norms
@@ -163,7 +163,6 @@ class DistributedDataParallel(TorchNames):
         self.process_group = group
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         check_materialized(module, self.parameters_to_ignore, group)
-        check_nested(module, group)
         check_batch_norms(module, group)
         self._module_parameters = [
             p for n, p in module.named_parameters() if n not in self.parameters_to_ignore
@@ -186,6 +185,7 @@ class DistributedDataParallel(TorchNames):
         self.lazy_bucket_allocation = lazy_bucket_allocation
         self.mixed_precision = mixed_precision
         self.compression = check_compression(compression, group)
+        check_nested(module, group, self.compression)
         if forward_sync_buffers is None:
             forward_sync_buffers = init_sync_buffers = broadcast_buffers is not False
         else:
@@ -225,8 +225,7 @@ class DistributedDataParallel(TorchNames):
         options.gradient_as_bucket_view = self.gradient_as_bucket_view
         if self._mixed_forward is not None:
             options.reduce_dtype = self._mixed_forward.reduce_dtype
-        if self.compression is not None:
-            options.compression = self.compression._core()
+        options.compression = core_of(self.compression)
 
         tensors = ModuleTensors.of(self.module, self.parameters_to_ignore)
         self._take_over(tensors)
@@ -240,7 +239,7 @@ class DistributedDataParallel(TorchNames):
             options=options,
         )
         if self.compression is not None:
-            note_codes(self, self._core)
+            note_codes(self, self._core, wraps="module.")
         self._divisor = self.process_group.size()
         # Not of the wrapper itself, which would keep itself alive.
         self._layer_watch = LayerWatch(self.module)

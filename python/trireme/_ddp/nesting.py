@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from trireme._core.compression import Compression
 from trireme._ddp import refuse
 from trireme._ddp.torch_names import TorchNames
 
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
     from trireme._ddp.module import DistributedDataParallel
 
 
-def check_nested(module: nn.Module, group: dist.ProcessGroup) -> None:
+def check_nested(
+    module: nn.Module, group: dist.ProcessGroup, compression: Compression | None
+) -> None:
     """torch's class inside ours averages its own gradients, so it must do it over our ranks. Nobody
-    else may average any, or shard them."""
+    else may average any, or shard them. For ours inside we average, by our ``compression``."""
     for name, inner in module.named_modules():
         if hasattr(inner, "_get_fsdp_state"):  # ours and torch's have it; an import takes long
             refuse(
@@ -32,6 +35,8 @@ def check_nested(module: nn.Module, group: dist.ProcessGroup) -> None:
                 "Leave one of them out, or replicate by fully_shard over a mesh of two dimensions.",
                 group,
             )
+        if isinstance(inner, TorchNames):
+            check_compressions(inner.__dict__["compression"], compression, group)
         if not isinstance(inner, TorchDDP) or isinstance(inner, TorchNames):
             continue
         ranks = dist.get_process_group_ranks(inner.process_group)
@@ -42,6 +47,19 @@ def check_nested(module: nn.Module, group: dist.ProcessGroup) -> None:
                 "Wrap that one with trireme.DistributedDataParallel, too.",
                 group,
             )
+
+
+def check_compressions(
+    inner: Compression | None, outer: Compression | None, group: dist.ProcessGroup
+) -> None:
+    """Nobody would compress as the inner one says."""
+    if inner is not None and inner != outer:
+        refuse(
+            f"got compression {inner} of a DistributedDataParallel inside of another one, which "
+            f"averages alone, with {outer}",
+            "Give the outer one the same compression.",
+            group,
+        )
 
 
 def parameters_of_torchs(module: nn.Module) -> set[nn.Parameter]:

@@ -142,6 +142,16 @@ def use_reduce_scatter(communicator: CustomCommunicator | None, units: list[Fsdp
     communicator.set_reduce_scatter(functools.partial(_allocate, reduce_scatter), start)
 
 
+def check_scattering(units: list[FsdpUnit]) -> None:
+    """For units whose gradients are compressed."""
+    for unit in units:
+        if unit.reduce_scatter is not None and unit.mesh.replicate_communicator is None:
+            refuse(
+                "got set_custom_reduce_scatter() beside compression, which scatters nothing",
+                "Leave one of them out.",
+            )
+
+
 def _held_comm(unit: FsdpUnit, name: str) -> Callable[[], Any]:
     """What ``unit`` has by that name, which may hold the model, which holds the core."""
     held = weakref.ref(unit)

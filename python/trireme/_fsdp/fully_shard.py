@@ -15,6 +15,9 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.utils import _get_root_modules
 
+from trireme._C import check_same_compression
+from trireme._core.compression import Compression, check_dense, checked, core_of, note_codes
+from trireme._fsdp import refuse
 from trireme._fsdp.checks import (
     check_free,
     check_kinds,
@@ -30,7 +33,7 @@ from trireme._fsdp.own_names import OwnNames
 from trireme._fsdp.params import collect
 from trireme._fsdp.root import units_in
 from trireme._fsdp.step_gate import watch_optimizers
-from trireme._fsdp.unit import FsdpUnit
+from trireme._fsdp.unit import FsdpUnit, UnitCodes
 
 ModuleOrModules = TypeVar("ModuleOrModules", bound=nn.Module | list[nn.Module])
 _sharded_classes: dict[type, type] = {}
@@ -60,6 +63,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: object = None,
+    compression: Compression | None = None,
 ) -> ModuleOrModules:
     """Shards the parameters of ``module``, their gradients and, through them, the state of the
     optimizer; replaces ``torch.distributed.fsdp.fully_shard``.
@@ -109,6 +113,9 @@ def fully_shard(
         dp_mesh_dims: torch's ``DataParallelMeshDims``: ``mesh`` is that of all dimensions, on which
             every parameter is a DTensor, Replicate along those that are named here. With
             ``replicate`` only every rank keeps all of its part, and steps it (DDP).
+        compression: what gradients become on slow links, of ``trireme.compression``; themselves if
+            None. Given to the outermost unit, for all units in it; the same on all ranks. On a 2-D
+            mesh replicas compress what they send to each other, and nobody else does.
 
     Raises:
         ValueError, TypeError: bad arguments; modules that differ between ranks (on all ranks).
@@ -124,7 +131,9 @@ def fully_shard(
     """
     check_module(module)
     check_policy(mp_policy)
+    method = checked(compression, refuse)
     resolved = resolve_mesh(mesh, dp_mesh_dims)
+    check_same_compression(resolved.communicator, core_of(method))
     offload = resolve_offload(offload_policy, resolved.device)
     roots = _get_root_modules(list(module)) if isinstance(module, (list, tuple)) else [module]
     check_units(roots, lambda one: isinstance(one, TorchFSDPModule))
@@ -140,6 +149,8 @@ def fully_shard(
         mesh: resolve_reshard(reshard_after_forward, mesh.shard_communicator.world)
         for mesh in by_mesh
     }
+    if method is not None:
+        check_dense(roots)
     units: list[FsdpUnit] = []
     for own_mesh, params in reversed(by_mesh.items()):
         reshard, among = reshards[own_mesh]
@@ -153,6 +164,7 @@ def fully_shard(
                 offload, [param.original for param in params if param.original is not None]
             ),
             others=units if own_mesh is resolved else None,
+            compression=method,
         )
         made.reshard_after_forward = reshard
         units = [made, *units]
@@ -165,6 +177,8 @@ def fully_shard(
         # Up to torch 2.14 pipelining asks torch's function for the state of a module.
         root.__dict__.setdefault(STATE_KEY, {})[torch_fully_shard.__wrapped__] = unit  # type: ignore[attr-defined]
         root.__class__ = classes[root]
+        if method is not None:
+            note_codes(root, UnitCodes(unit))
     watch_optimizers()
     return module
 

@@ -80,6 +80,17 @@ class ShardedParameter:
             spec = self.specs[local.dtype] = _cast(known, local.dtype)
         return DTensor(local, spec, requires_grad=requires_grad)
 
+    def model_part(self) -> str:
+        """Says which part of the model's tensor is sharded, if a mesh of tensor parallelism has cut
+        it; else nothing."""
+        if self.layout is None:
+            return ""
+        mesh = self.layout.spec.mesh
+        place = tuple(mesh.get_coordinate() or ())
+        dims = [dim for dim in range(len(place)) if dim not in self.layout.data_dims]
+        ways = [f"{place[dim]}/{mesh.size(dim)}" for dim in dims]
+        return f" of part {', '.join(ways)}" if ways else ""
+
     def describe_on(self, mesh: FsdpMesh) -> None:
         """Says how the parameter lies on ``mesh``."""
         original = self.original

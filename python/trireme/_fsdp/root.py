@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from trireme._C import Fsdp, FsdpRanks
+from trireme._C import Fsdp, FsdpRanks, KeptCodes
+from trireme._core.compression import core_of
 from trireme._core.joined_steps import JoinedSteps
 from trireme._core.layer_watch import LayerWatch
 from trireme._core.writing import call_before_writing_shards
 from trireme._fsdp import refuse
 from trireme._fsdp.checks import check_mesh_within
 from trireme._fsdp.comms import (
+    check_scattering,
     customizable,
     group_of_memory,
     say_no_memory,
@@ -40,6 +42,7 @@ class FsdpRoot:
         module = unit.modules[0]
         units = units_in(module)
         _check(units, unit)
+        self.compression = unit.compression
         for inner in units:
             inner.follow_casts()
         self.units = units
@@ -76,6 +79,7 @@ class FsdpRoot:
                 ],
                 ranks_of=list(self.mesh_of.values()),
                 agrees_with=unit.mesh.twin_communicator if agrees else None,
+                compression=core_of(self.compression),
             )
             held = weakref.ref(self)  # the core must not keep alive who keeps it
 
@@ -94,6 +98,16 @@ class FsdpRoot:
         self.follow_gathers()
         self.comms_changed = True
         self.follow_comms()
+
+    def kept_codes(self) -> list[KeptCodes]:
+        """What codes keep of gradients, by the names of parameters.
+
+        Ranks of tensor parallelism have other values under one name: each has names of its own.
+        """
+        kept = [] if self.core is None else self.core.kept_codes()
+        for one in kept:
+            one.rename([param.name + param.model_part() for param in self.params], "")
+        return kept
 
     def check_layers(self) -> None:
         """Before a forward: refuses parameters that came after the first one, since nobody would
@@ -152,6 +166,8 @@ class FsdpRoot:
         """Before a forward, when all units have been told: by what gradients are scattered, and
         whose memory is used."""
         if self.core is not None and self.comms_changed:
+            if self.compression is not None:
+                check_scattering(self.units)
             for place, scatters_with in enumerate(self.scatters_with):
                 use_reduce_scatter(
                     scatters_with, [unit for unit, its in self.mesh_of.items() if its == place]
@@ -236,5 +252,11 @@ def _check(units: list[FsdpUnit], root: FsdpUnit) -> None:
                 f"{type(unit.modules[0]).__name__} in it, expected the outermost unit first",
                 "Run the outermost unit before its parts.",
                 kind=RuntimeError,
+            )
+        if unit.compression not in (None, root.compression):
+            refuse(
+                f"got compression {unit.compression} of {type(unit.modules[0]).__name__} inside of "
+                f"{type(root.modules[0]).__name__}, which has {root.compression}",
+                "Give it to the outermost unit, and inner units none.",
             )
         check_mesh_within(unit, root)

@@ -7,6 +7,7 @@ import functools
 import math
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trireme._C import Communicator, DeferredSync, ParamGroup, ParamPlace, UnitOffload
+from trireme._C import (
+    Communicator,
+    DeferredSync,
+    KeptCodes,
+    ParamGroup,
+    ParamPlace,
+    UnitOffload,
+)
+from trireme._core.compression import Compression
 from trireme._core.find_tensors import find_tensors
 from trireme._core.joined_steps import JoinedSteps
 from trireme._core.meshes import is_cut, ranks_of
@@ -61,8 +70,10 @@ class FsdpUnit:
         reshards_among: int = 0,
         offload: UnitOffload | None = None,
         others: Sequence[FsdpUnit] | None = (),
+        compression: Compression | None = None,
     ) -> None:
         """``others`` is None for one of them."""
+        self.compression = compression
         self.modules = tuple(modules)
         self.params = params
         self.mesh = mesh
@@ -379,3 +390,15 @@ def _caster(dtype: torch.dtype | None) -> Any:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return functools.partial(_apply_to_tensors, cast)
+
+
+class UnitCodes:
+    """What codes keep of the gradients of a unit with a compression, and of those in it."""
+
+    def __init__(self, unit: FsdpUnit) -> None:
+        self._unit = weakref.ref(unit)
+
+    def kept_codes(self) -> list[KeptCodes]:
+        """Makes the unit the outermost one, which it is."""
+        unit = self._unit()
+        return [] if unit is None else unit.own_root().kept_codes()

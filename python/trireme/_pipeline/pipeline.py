@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trireme import _C
 from trireme._C import Communicator, PipelineEngine, PipelineThreads
+from trireme._core.compression import Compression, checked, core_of, note_codes
 from trireme._core.group_communicator import communicator_of
 from trireme._core.nested import tensors_in
 from trireme._core.owners import note_stages
@@ -91,6 +93,8 @@ class Pipeline(ScalesLosses, nn.Module):
         mesh: The ranks of the pipeline, in place of ``ranks``: a DeviceMesh of one dimension, or
             with one named "pp". Along the other one are replicas of the pipeline, each with batches
             of its own, which average their gradients.
+        compression: What gradients become on slow links between replicas, of
+            ``trireme.compression``; themselves if None. The same on all ranks.
         schedule: A name or a table for :func:`pipeline_schedule`, or a schedule.
         loss: Called with what the last layer returns for a micro-batch, and its target; returns a
             0-dim tensor. A module is part of the last stage. None where the last layer returns it.
@@ -129,6 +133,7 @@ class Pipeline(ScalesLosses, nn.Module):
         costs: Mapping[str, Times] | None = None,
         scale_grads: bool = True,
         sample: Any = None,
+        compression: Compression | None = None,
     ) -> None:
         super().__init__()
         self._is_threaded = not ranks and mesh is None
@@ -146,6 +151,7 @@ class Pipeline(ScalesLosses, nn.Module):
             self._group, copies, self._all = groups_of(mesh)
             self._communicator = communicator_of(self._group)
             self._replicas = communicator_of(copies) if copies is not None else None
+        self._compression = self._checked(compression)
         self._devices_of_threads = [] if devices is None else checked_devices(devices)
         self._synchronizes = True
         self._chunks, self._dim = chunks, dim
@@ -158,6 +164,7 @@ class Pipeline(ScalesLosses, nn.Module):
             "loss": loss is not None,
             "scale_grads": scale_grads,
             "deferred_batch_norm": deferred_batch_norm,
+            "compression": str(self._compression),
         }
         cut = Cut(module, split, balance, sample, deferred_batch_norm)
         layers = self._agree_on_layers(cut, schedule, costs, checkpoint, said)
@@ -181,6 +188,8 @@ class Pipeline(ScalesLosses, nn.Module):
             self._core: PipelineEngine | PipelineThreads = self._make_threads()
         else:
             self._core = self._make_engine(tied_between(modules, self._stages))
+            if self._compression is not None:
+                note_codes(self, self._core)
 
     def _make_calls(
         self,
@@ -244,7 +253,15 @@ class Pipeline(ScalesLosses, nn.Module):
             self._skips_of_stages(),
             tied,
             self._replicas,
+            compression=core_of(self._compression),
         )
+
+    def _checked(self, compression: object) -> Compression | None:
+        method = checked(compression, functools.partial(refuse, group=self._group))
+        if method is not None and self._replicas is None:
+            got = "got compression of a pipeline without replicas, which averages nothing"
+            refuse(got, "Leave it out.", self._group)
+        return method
 
     def _agree_on_layers(
         self,
@@ -372,8 +389,9 @@ class Pipeline(ScalesLosses, nn.Module):
         """Tells what this rank did in the last step: times, waiting, messages, by stage.
 
         Keys: ``step``, ``step_ms``, ``bubble`` (the share of the step in which this rank computed
-        nothing), ``computed_bubble`` (what the schedule says of the times measured), and
-        ``stages``, one dict for each stage of this rank.
+        nothing), ``computed_bubble`` (what the schedule says of the times measured), ``stages``,
+        one dict for each stage of this rank, and under ``compression`` ``sent_bytes`` (as codes, to
+        other replicas; an all-reduce counts once) and ``encode_ms``.
         """
         return self._core.last_step()
 

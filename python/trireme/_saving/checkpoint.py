@@ -13,11 +13,10 @@ from torch.optim import Optimizer
 
 from trireme import _C
 from trireme._C import CheckpointReader
-from trireme._core.compression import coders_in
 from trireme._core.errors import Area
 from trireme._core.meshes import group_over
 from trireme._core.owners import group_of_stages
-from trireme._saving.content import content_of, load_content
+from trireme._saving.content import codes_of, content_of, load_content
 from trireme._saving.optimizer import plain_json
 from trireme._saving.parts import Ranks, plain_model
 from trireme._saving.stages import has_stages, some_rank_has
@@ -74,10 +73,9 @@ def save_checkpoint(
         some_rank_has(optimizer, model, ranks)
     with ranks.together():
         content = content_of(model, optimizer, ranks)
-        for prefix, core in coders_in(model):
-            kept = core.codes_to_save(prefix)
-            if kept is not None:
-                content.tensors.setdefault(_CODES, []).extend(kept)
+        codes = _C.codes_to_save(codes_of(model, optimizer, ranks))
+        if codes is not None:
+            content.tensors[_CODES] = codes
         if extra is not None and ranks.rank == 0:
             content.texts[_EXTRA] = json.dumps(plain_json(extra, "`extra`", ranks))
     _C.save_checkpoint(
@@ -123,7 +121,7 @@ def load_checkpoint(
     """
     ranks = Ranks(_group_for(model, optimizer, process_group))
     reader = CheckpointReader(os.fspath(path), ranks.core, reads_once=read_once)
-    load_content(reader, model, optimizer, ranks, asks=has_stages(model), coders=coders_in(model))
+    load_content(reader, model, optimizer, ranks, asks=has_stages(model), has_codes=True)
     text = reader.text(_EXTRA)
     return json.loads(text) if text else {}
 

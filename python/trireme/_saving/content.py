@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -10,7 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trireme._C import CheckpointSource, CheckpointTensor, Ddp
+from trireme._C import CheckpointSource, CheckpointTensor, KeptCodes, check_codes, load_codes
+from trireme._core.compression import codes_in
 from trireme._core.writing import sharding_optimizers, writing, writing_shards
 from trireme._saving.optimizer import FILE, KIND, LoadedOptimizer, OptimizerParts
 from trireme._saving.own_ways import (
@@ -19,7 +19,14 @@ from trireme._saving.own_ways import (
     finish_loading,
     has_to_finish,
 )
-from trireme._saving.parts import Ranks, model_to_load, model_to_save, named_tensors, plain_model
+from trireme._saving.parts import (
+    Ranks,
+    model_to_load,
+    model_to_save,
+    named_tensors,
+    plain_model,
+    plain_name,
+)
 from trireme._saving.stages import names_of_all, some_rank_has
 
 MODEL = "model"
@@ -51,6 +58,16 @@ def content_of(model: nn.Module, optimizer: Optimizer | None, ranks: Ranks) -> C
     return content
 
 
+def codes_of(model: nn.Module, optimizer: Optimizer | None, ranks: Ranks) -> list[KeptCodes]:
+    """What compression keeps, by the names of the plain model."""
+    names = {id(named.tensor): named.name for named in named_tensors(model, ranks)}
+    found = [*codes_in(model), *([] if optimizer is None else codes_in(optimizer))]
+    for kept in found:
+        own = zip(kept.tensors, kept.names, strict=True)
+        kept.rename([names.get(id(tensor), plain_name(name)) for tensor, name in own], "")
+    return found
+
+
 def load_content(
     source: CheckpointSource,
     model: nn.Module,
@@ -58,18 +75,18 @@ def load_content(
     ranks: Ranks,
     *,
     asks: bool,
-    coders: Sequence[tuple[str, Ddp]] = (),
+    has_codes: bool = False,
 ) -> None:
-    """Loads into this rank's parts; ``asks``: ranks may have different parameters; ``coders``: what
-    loads its compression's state, with prefixes of names. Collective."""
+    """Loads into this rank's parts; ``asks``: ranks may have different parameters; ``has_codes``:
+    what compression keeps is loaded, too. Collective."""
     with ranks.together():
         expect_plain_states(model, ranks)
         elsewhere = TensorsElsewhere(model)
         needed = [*model_to_load(model, ranks), *elsewhere.to_load(ranks)]
     source.check(MODEL, needed)
     with ranks.together():
-        for prefix, core in coders:
-            core.check_codes(source, prefix)
+        codes = codes_of(model, optimizer, ranks) if has_codes else []
+        check_codes(codes, source, (ranks.rank, ranks.world))
     has_optimizer = some_rank_has(optimizer, model, ranks) if asks else optimizer is not None
     loaded = _read_optimizer(source, model, optimizer, ranks, asks) if has_optimizer else None
     plain = plain_model(model)
@@ -88,8 +105,7 @@ def load_content(
         with ranks.together():
             if loaded is not None:
                 loaded.put_into_optimizer()
-    for prefix, core in coders:
-        core.load_codes(source, prefix)
+    load_codes(codes, source, (ranks.rank, ranks.world))
 
 
 def _read_optimizer(

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from trireme._C import Zero, ZeroCores, ZeroOptions
 from trireme._core.clip_grad import clip_grad_norm_
+from trireme._core.compression import Compression, checked, core_of, note_codes
 from trireme._core.group_communicator import communicator_of, device_of_numbers
 from trireme._core.joined_steps import JoinedSteps
 from trireme._core.modules_around import ModulesAround
@@ -95,6 +97,8 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
             ``step()``. ``.grad`` stays None, so use ``optimizer.zero_grad()``, which forgets what
             was not stepped with. ``clip_grad_norm_`` and ``GradScaler.step`` make the sums first.
             Takes memory for all gradients of each rank.
+        compression: with stage 2, what gradients become on slow links, of ``trireme.compression``;
+            themselves if None. The same on all ranks. Under stage 1 DistributedDataParallel has it.
 
     Raises:
         ValueError, TypeError: bad arguments; parameters that differ between ranks (on all ranks).
@@ -120,6 +124,7 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         host_params: bool = True,
         placement: str | None = None,
         fused_step: bool = False,
+        compression: Compression | None = None,
         **defaults: Any,
     ) -> None:
         # torch's __init__ would partition whole parameters; its methods below are all replaced.
@@ -142,6 +147,8 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         self._options.placement = placement_for(optimizer_class, placement, self.process_group)
         check_fused_step(fused_step, stage, optimizer_class, self.process_group)
         self._options.fused_step = fused_step
+        self.compression = checked(compression, partial(refuse, group=self.process_group))
+        self._options.compression = core_of(self.compression)
         self._places: dict[torch.Tensor, tuple[int, int]] = {}
         self._shards: dict[torch.Tensor, torch.Tensor] = {}
         self._default_device = self.param_groups[0]["params"][0].device
@@ -154,6 +161,8 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
             retired=lambda: _let_go(alive()),
         )
         note_optimizer(self._zero_cores, self)
+        if self.compression is not None:
+            note_codes(self, self._zero_cores)
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._add_core(self.param_groups)
         with self._together():

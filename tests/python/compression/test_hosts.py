@@ -10,7 +10,10 @@ from trireme import compression as c
 from trireme.compression import Compression
 
 from compression.given import SIZES, Given, averaged, drawn
+from compression.hosts import hosts_of, of_hosts
 from compression.reference import Sender, mean_of
+from compression.strategies import ddp, sharded
+from fsdp.ranks import local
 from harness.deaths import Death, run_deaths
 from harness.faults import kill_this_rank, raises
 from harness.meeting import say, stay_until
@@ -26,26 +29,6 @@ METHODS: dict[str, Compression] = {
     "top of chunks in 2 bits": c.TopK(0.05, chunk=128, bits=2),
     "bf16": c.Bf16(error_feedback=True),
 }
-
-
-def hosts_of(layout: str) -> list[list[int]]:
-    """The ranks of each host, hosts in the order of their first ranks."""
-    names = LAYOUTS[layout]
-    return [
-        [rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)
-    ]
-
-
-def of_hosts(layout: str, step: int, parameter: str) -> list[np.ndarray]:
-    """What each host codes: its ranks' sum, which counts as much as they are."""
-    made = []
-    for ranks in hosts_of(layout):
-        total = np.zeros(SIZES[parameter], np.float32)
-        for rank in ranks:
-            total = total + drawn(step, rank)[parameter].numpy()
-        share = np.float32(len(hosts_of(layout)) / len(LAYOUTS[layout]))
-        made.append((total * share).reshape(-1))
-    return made
 
 
 def train(rank: int, world: int, layout: str, name: str) -> None:
@@ -80,25 +63,54 @@ def test_equals_numpy(layout: str, name: str) -> None:
     on_hosts(layout, train, layout, name)
 
 
-def outlive(rank: int, layout: str) -> None:
+def train_two(rank: int, world: int, layout: str) -> None:
+    """Their buckets come in no common order."""
+    method = c.Sign()
+    models = [
+        trireme.DistributedDataParallel(Given(SIZES), compression=method, bucket_cap_mb=0.001)
+        for _ in range(2)
+    ]
+    senders = [[{name: Sender(method) for name in SIZES} for _ in hosts_of(layout)] for _ in models]
+    for step in range(3):
+        given = [drawn(10 * number + step, rank) for number in range(2)]
+        for model in models:
+            model.zero_grad()
+        sum(model(gradients) for model, gradients in zip(models, given, strict=True)).backward()
+        for number, model in enumerate(models):
+            for name in SIZES:
+                inputs = of_hosts(layout, 10 * number + step, name)
+                own = senders[number]
+                sent = [own[host][name].send(inputs[host]) for host in range(len(inputs))]
+                found = model.module.held[name].grad.view(-1).numpy()
+                np.testing.assert_array_equal(found, mean_of(sent))
+
+
+def test_two_models_in_one_backward() -> None:
+    on_hosts("2x2", train_two, "2x2")
+
+
+def outlive(rank: int, layout: str, strategy: str) -> None:
     """Ranks of its host see it die; the others are told by them. No parameter has changed. Who says
     so may count ranks within its host."""
-    ddp = trireme.DistributedDataParallel(Given(SIZES), compression=c.Sign())
-    averaged(ddp, drawn(0, rank))
+    coded = {"ddp": ddp, "fully_shard": sharded}[strategy](c.Sign())
+    coded.averaged(drawn(0, rank))
 
     def die_when_others_come(*_: Any) -> None:
         stay_until(*(f"{other} comes" for other in range(len(LAYOUTS[layout])) if other != 1))
         kill_this_rank()
 
+    def watch(model: Given, _: Any) -> None:
+        model.held["matrix"].register_hook(die_when_others_come)
+
     if rank == 1:
-        ddp.module.held["matrix"].register_hook(die_when_others_come)
+        coded.model.register_forward_pre_hook(watch)
     say(f"{rank} comes")
     saw_it = LAYOUTS[layout][rank] == LAYOUTS[layout][1]
     with raises(dist.DistBackendError, "has died" if saw_it else ""):
-        averaged(ddp, drawn(1, rank))
-    assert not any(parameter.any() for parameter in ddp.parameters())
+        coded.averaged(drawn(1, rank))
+    assert not any(local(parameter).any() for parameter in coded.model.parameters())
 
 
 def test_a_killed_rank() -> None:
-    layouts = ("2x2", "1+3")
-    run_deaths(outlive, 4, [Death(1, (layout,), LAYOUTS[layout]) for layout in layouts])
+    cases = (("2x2", "ddp"), ("1+3", "ddp"), ("2x2", "fully_shard"))
+    run_deaths(outlive, 4, [Death(1, case, LAYOUTS[case[0]]) for case in cases])

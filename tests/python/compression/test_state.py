@@ -163,6 +163,14 @@ def test_another_number_of_senders(tmp_path: Path) -> None:
             assert torch.allclose(of_rank[name], mean, rtol=1e-6, atol=1e-7)
 
 
+def test_thresholds_of_another_number_of_senders(tmp_path: Path) -> None:
+    """Where nothing is kept but those, each begins with its own."""
+    method = c.TopK(0.01, error_feedback=False, between="ranks")
+    folder = str(tmp_path / "saved")
+    on_hosts("alone", save_on, folder, method)
+    on_hosts("2x2", load_on, folder, method)
+
+
 def go_on(rank: int, world: int, folder: str) -> None:
     method = c.TopK(0.05, chunk=128)
     first = wrapped(method)

@@ -21,6 +21,7 @@ import trireme
 from torch import Tensor, nn
 from torch.optim import SGD
 from trireme import pipelining, ps, remote
+from trireme.compression import Int8
 
 from contract.pair_manners import Seen
 from contract.pair_rows import LR, Made, Place, Row, checkpoint_of_torch, nothing, started
@@ -69,8 +70,12 @@ def of_ranks(make: Callable[[Made, nn.Module], tuple[Any, Any]], **options: Any)
     return opened
 
 
-def ddp(made: Made, model: nn.Module) -> tuple[Any, Any]:
-    return DDP(model), sgd(made, model)
+# All goes the way of codes, as fp32, so that it is as exact as without.
+CODES = Int8(dense_below=1 << 40, between="ranks")
+
+
+def ddp(made: Made, model: nn.Module, **options: Any) -> tuple[Any, Any]:
+    return DDP(model, **options), sgd(made, model)
 
 
 def zero(stage: int, made: Made, model: nn.Module) -> tuple[Any, Any]:
@@ -78,8 +83,10 @@ def zero(stage: int, made: Made, model: nn.Module) -> tuple[Any, Any]:
     return net, Zero(owned(made, model), SGD, stage=stage, lr=LR)
 
 
-def sharded(made: Made, model: nn.Module, gathered: bool = False) -> tuple[Any, Any]:
-    shard_layers(model, **({"mesh": gloo_mesh()} if gathered else {}))
+def sharded(
+    made: Made, model: nn.Module, gathered: bool = False, **options: Any
+) -> tuple[Any, Any]:
+    shard_layers(model, **({"mesh": gloo_mesh()} if gathered else {}), **options)
     return model, sgd(made, model)
 
 
@@ -243,6 +250,12 @@ COLUMNS = {
         Column(
             "fully_shard, gathered",
             of_ranks(partial(sharded, gathered=True), run=Sharded, together=True),
+            keeps=own_part,
+        ),
+        Column("DDP, compressed", of_ranks(partial(ddp, compression=CODES))),
+        Column(
+            "fully_shard, compressed",
+            of_ranks(partial(sharded, compression=CODES), run=Sharded),
             keeps=own_part,
         ),
         Column("DataParallel", in_replicas, chunked, world=1, pushers=1),

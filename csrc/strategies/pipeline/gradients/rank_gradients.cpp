@@ -17,15 +17,16 @@ RankGradients::RankGradients(const PipelineSchedule& schedule,
       scale_grads_(options.scale_grads),
       leads_strategies_(!options.on_threads),
       tied_(schedule, options.tied, communicator),
-      replicas_(options.replicas),
+      replicas_(options.replicas, options.compression),
       unlisted_(options.unlisted ? options.unlisted : std::make_shared<UnlistedGradients>()),
       ends_unlisted_(!options.unlisted) {
   for (const PipelineStageRequest& request : stages) {
-    stages_.push_back({request.stage, request.parameters.tensors});
+    stages_.push_back({request.stage, request.parameters.tensors, request.parameters.names});
     strategies_.emplace_back(request.strategies);
     tied_.set_parameters(request.stage, request.parameters);
   }
   list_for_unlisted();
+  name_parameters();
   find_strategies();
   spread_values(stages);
   for (StageStrategies& strategies : strategies_) strategies.end_step();
@@ -38,6 +39,21 @@ void RankGradients::list_for_unlisted() {
   for (const StageParameters& stage : stages_)
     listed.insert(listed.end(), stage.all.begin(), stage.all.end());
   unlisted_->set_listed(listed);
+}
+
+// Tells replicas the parameters of all stages, each once.
+void RankGradients::name_parameters() {
+  NamedParameters named;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const StageParameters& stage : stages_) {
+    for (size_t i = 0; i < stage.all.size(); ++i) {
+      if (!seen.insert(stage.all[i].unsafeGetTensorImpl()).second) continue;
+      named.names.push_back(stage.names[i]);
+      named.tensors.push_back(stage.all[i]);
+    }
+  }
+  named.sparse_gradient.assign(named.tensors.size(), false);
+  replicas_.set_parameters(named);
 }
 
 void RankGradients::spread_values(const std::vector<PipelineStageRequest>& stages) {
@@ -58,8 +74,10 @@ void RankGradients::set_parameters(size_t place, NamedParameters parameters,
   const std::string missing = tied_.set_parameters(stage.stage, parameters);
   if (!missing.empty()) refuse_pipeline("got " + missing, "Make the pipeline anew.");
   stage.all = std::move(parameters.tensors);
+  stage.names = std::move(parameters.names);
   strategies_[place] = StageStrategies(std::move(strategies));
   list_for_unlisted();
+  name_parameters();
 }
 
 void RankGradients::recover() {
@@ -136,15 +154,15 @@ void RankGradients::finish_sums() {
 }
 
 void RankGradients::end_step() {
+  replicas_.end_step();
   gradients_.end(divisor());
   if (ends_unlisted_) unlisted_->end(divisor());
   for (StageStrategies& strategies : strategies_) strategies.end_step();
 }
 
 void RankGradients::abandon(const std::string& why) noexcept {
-  if (replicas_.exist()) replicas_.communicator().announce_failure(why);
+  replicas_.abandon(why);
   for (StageStrategies& strategies : strategies_) strategies.abandon(why);
-  replicas_.abandon();
   gradients_.abandon();
   if (ends_unlisted_) unlisted_->abandon();
 }

@@ -59,16 +59,21 @@ class RankGradients {
   void end_step();
   void abandon(const std::string& why) noexcept;
 
+  SentCodes sent() const { return replicas_.sent(); }
+  std::vector<KeptCodes> kept_codes() const { return replicas_.kept_codes(); }
+
  private:
   // The parameters of one stage of this rank.
   struct StageParameters {
     int64_t stage = 0;
     std::vector<at::Tensor> all = {};
+    std::vector<std::string> names = {};    // of all
     std::vector<at::Tensor> own = {};       // without those of strategies
     std::vector<at::Tensor> complete = {};  // own ones, not tied, that no later stage has
   };
 
   void list_for_unlisted();
+  void name_parameters();
   void spread_values(const std::vector<PipelineStageRequest>& stages);
   void list_complete();
   void average(const std::vector<at::Tensor>& parameters, const std::string& label);

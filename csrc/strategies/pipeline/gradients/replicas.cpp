@@ -1,6 +1,7 @@
 #include <trireme/strategies/pipeline/gradients/replicas.h>
 
 #include <trireme/common/error.h>
+#include <trireme/grad/codes/senders.h>
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
@@ -11,9 +12,32 @@ namespace trireme {
 
 using Tensors = std::vector<at::Tensor>;
 
-PipelineReplicas::PipelineReplicas(std::shared_ptr<Communicator> communicator)
+PipelineReplicas::PipelineReplicas(std::shared_ptr<Communicator> communicator,
+                                   const std::optional<Compression>& compression)
     : communicator_(std::move(communicator)) {
-  if (communicator_) average_.emplace(communicator_, make_replica_sum(communicator_));
+  if (!communicator_) return;
+  if (compression && has_several_senders(*communicator_, between(*compression))) {
+    auto coded = std::make_unique<CodedAverage>(communicator_, *compression);
+    coded_ = coded.get();
+    average_ = std::move(coded);
+  } else {
+    average_ = std::make_unique<GroupAverage>(communicator_, make_replica_sum(communicator_));
+  }
+}
+
+void PipelineReplicas::set_parameters(const NamedParameters& parameters) {
+  if (coded_ != nullptr) coded_->set_parameters(parameters);
+}
+
+std::vector<KeptCodes> PipelineReplicas::kept_codes() const {
+  if (coded_ == nullptr) return {};
+  return {coded_->kept_codes()};
+}
+
+void PipelineReplicas::abandon(const std::string& why) noexcept {
+  if (exist()) communicator_->announce_failure(why);
+  if (coded_ != nullptr) coded_->announce_failure(why);
+  if (average_) average_->abandon();
 }
 
 void PipelineReplicas::spread(const Tensors& tensors) {
@@ -38,6 +62,7 @@ void PipelineReplicas::begin_step(int64_t step, bool averages) {
                  c10::str("got a step that ", averaging, " of ", communicator_->world(),
                           " replicas of the pipeline average, and the others do not"),
                  communicator_->rank_of(), "Enter no_sync() on all replicas or none."));
+  if (averages && coded_ != nullptr) coded_->begin_step();
 }
 
 void PipelineReplicas::average(const Tensors& parameters, const std::string& label) {

@@ -3,6 +3,7 @@
 #include <trireme/comm/communicator.h>
 #include <trireme/common/export.h>
 #include <trireme/grad/average.h>
+#include <trireme/grad/codes/coded_average.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -41,10 +42,14 @@ class TRIREME_API PipelineReplicas {
  public:
   // `communicator` has the ranks of all replicas that hold the same stages; null for one replica
   // alone.
-  explicit PipelineReplicas(std::shared_ptr<Communicator> communicator);
+  PipelineReplicas(std::shared_ptr<Communicator> communicator,
+                   const std::optional<Compression>& compression);
 
   bool exist() const { return communicator_ != nullptr && communicator_->world() > 1; }
   Communicator& communicator() { return *communicator_; }
+
+  // Sets the parameters of all stages of this rank, by which codes know them.
+  void set_parameters(const NamedParameters& parameters);
 
   // Broadcasts tensors of the first replica to all. Collective.
   void spread(const std::vector<at::Tensor>& tensors);
@@ -56,13 +61,21 @@ class TRIREME_API PipelineReplicas {
   void average(const std::vector<at::Tensor>& parameters, const std::string& label);
   // Waits for the averages: .grad then holds them.
   void finish();
-  void abandon() {
-    if (average_) average_->abandon();
+  void end_step() {
+    if (coded_ != nullptr) coded_->end_step();
   }
+  // Tells the other replicas, and drops the averages.
+  void abandon(const std::string& why) noexcept;
+
+  // Return what this rank sent as codes in the last step, and what codes keep; nothing where
+  // nothing is compressed.
+  SentCodes sent() const { return coded_ ? coded_->sent() : SentCodes{}; }
+  std::vector<KeptCodes> kept_codes() const;
 
  private:
   std::shared_ptr<Communicator> communicator_;
-  std::optional<GroupAverage> average_;  // nothing for one replica alone
+  std::unique_ptr<ListAverage> average_;  // null for one replica alone
+  CodedAverage* coded_ = nullptr;         // that, if it sends codes
 };
 
 }  // namespace trireme
