@@ -7,7 +7,8 @@
 # share memory; a virtual cable joins the two. What crosses it is printed at the end. On two real
 # machines run the command that this script prints on each of them, without "ip netns exec ...".
 #
-# RANKS (2) is per host, PYTHON (python3) the interpreter. Needs root, iproute2 and util-linux.
+# RANKS (2) is per host, PYTHON (python3) the interpreter, RATE (no limit) that of the cable, as tc
+# writes it: 100mbit. Needs root, iproute2 and util-linux.
 set -euo pipefail
 
 ranks=${RANKS:-2}
@@ -32,6 +33,8 @@ join_namespaces() {
     ip -n "${prefix}h$host" addr add "10.78.0.$((host + 1))/24" dev trireme0
     ip -n "${prefix}h$host" link set trireme0 up
     ip -n "${prefix}h$host" link set lo up
+    [ -z "${RATE:-}" ] || ip netns exec "${prefix}h$host" tc qdisc add dev trireme0 root \
+      tbf rate "$RATE" burst 64kb latency 400ms
   done
 }
 join_namespaces || { echo "network namespaces are not possible here" >&2; exit 3; }
