@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import trireme
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD
 
 from harness.faults import raises
 from harness.models import Shapes, batch, mlp
+from harness.on_ranks import on_gloo_ranks
 from harness.pretended_hosts import on_hosts
 from harness.training import assert_close
 from local_sgd.simulation import Simulation
@@ -38,6 +40,27 @@ def train(rank: int, world: int, name: str) -> None:
 def test_strategies_inside_a_worker(name: str) -> None:
     """Two workers of two ranks do what two workers in one process do."""
     on_hosts("2x2", train, name)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero 2", "fully_shard"])
+@on_gloo_ranks(4)
+def test_a_mesh_of_workers(rank: int, name: str) -> None:
+    """Where no memory is shared, and ranks are all on one host."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("workers", "ranks"))
+    model, net, optimizer = STRATEGIES[name](mesh["ranks"].get_group())
+    options: dict[str, Any] = {"sync_every": 2, "across": mesh["workers"]}
+    one = Simulation(2, 2)
+    with trireme.DiLoCo(net, optimizer, **options):
+        for step in range(4):
+            steps(rank, net, optimizer, step, step + 1)
+            one.train(step)
+    theirs = one.models[rank // 2].parameters()
+    for index, (mine, other) in enumerate(zip(model.parameters(), theirs, strict=True)):
+        assert_close(f"parameter {index}", own(mine), other)
+    _, net, optimizer = STRATEGIES[name](mesh["ranks"].get_group())
+    wrong = dist.new_group([0, 3]), dist.new_group([1, 2])
+    with raises(ValueError, "rank 0 of a worker of 2", "rank 1 of a worker of 2"):
+        trireme.DiLoCo(net, optimizer, sync_every=2, across=wrong[rank in (1, 2)])
 
 
 def average(rank: int, world: int, name: str) -> None:
