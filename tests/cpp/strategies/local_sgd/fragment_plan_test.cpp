@@ -16,9 +16,9 @@ using Fragments = std::vector<Fragment>;
 TEST_CASE("parameters are cut in their order, by bytes, and no fragment is empty") {
   CHECK(cut_by_bytes({4, 4, 4, 4}, 1) == Fragments{{0, 1, 2, 3}});
   CHECK(cut_by_bytes({4, 4, 4, 4}, 2) == Fragments{{0, 1}, {2, 3}});
-  CHECK(cut_by_bytes({100, 1, 1, 100}, 2) == Fragments{{0, 1, 2}, {3}});
+  CHECK(cut_by_bytes({100, 1, 1, 100}, 2) == Fragments{{0, 1}, {2, 3}});
   CHECK(cut_by_bytes({1, 1, 1, 100}, 2) == Fragments{{0, 1, 2}, {3}});
-  CHECK(cut_by_bytes({100, 1, 1, 1}, 3) == Fragments{{0}, {1, 2}, {3}});
+  CHECK(cut_by_bytes({100, 1, 1, 1}, 3) == Fragments{{0}, {1}, {2, 3}});
   CHECK(cut_by_bytes({0, 0, 0}, 3) == Fragments{{0}, {1}, {2}});
   CHECK(cut_by_bytes({1, 100, 100}, 3) == Fragments{{0}, {1}, {2}});
   CHECK_THROWS_AS(cut_by_bytes({1, 1}, 3), c10::ValueError);
