@@ -20,6 +20,7 @@
 #include <trireme/strategies/data_parallel/data_parallel.h>
 #include <trireme/strategies/ddp/distributed_data_parallel.h>
 #include <trireme/strategies/fsdp/fully_shard.h>
+#include <trireme/strategies/local_sgd/module_rounds.h>
 #include <trireme/strategies/parameter_server/embedding.h>
 #include <trireme/strategies/parameter_server/parameter_server.h>
 #include <trireme/strategies/pipeline/engine.h>

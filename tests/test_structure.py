@@ -97,6 +97,7 @@ SPLIT_CLASSES = {
     "Collectives": "what moves data, and what reduces it",
     "HostGroup": "what happens to a group when a rank fails",
     "Mailbox": "what happens to messages when a rank fails",
+    "ModuleRounds": "its steps, and its part of a checkpoint",
     "MultiHostCollectives": "memory, moves and reductions over hosts, a file each",
     "PipelineEngine": "what there is around the actions of a step, and the actions",
     "Zero": "its step, its writing, its samples and its fused optimizer, a file each",

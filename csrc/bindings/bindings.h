@@ -22,6 +22,7 @@ void init_deferred_sync(pybind11::module_& module);
 void init_join(pybind11::module_& module);
 void init_launch(pybind11::module_& module);
 void init_layer_watch(pybind11::module_& module);
+void init_local_sgd(pybind11::module_& module);
 void init_memory(pybind11::module_& module);
 void init_offload(pybind11::module_& module);
 void init_optim(pybind11::module_& module);

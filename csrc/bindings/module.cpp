@@ -17,6 +17,7 @@ PYBIND11_MODULE(_C, module) {
   trireme::init_launch(module);
   trireme::init_join(module);  // takes communicators
   trireme::init_layer_watch(module);
+  trireme::init_local_sgd(module);  // takes communicators and methods of compression
   trireme::init_memory(module);
   trireme::init_offload(module);
   trireme::init_optim(module);

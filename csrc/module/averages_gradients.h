@@ -4,16 +4,21 @@
 
 #include <torch/nn/module.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 
 namespace trireme {
+
+class Communicator;
 
 // A module that averages the gradients of its parameters over ranks (DistributedDataParallel).
 // Strategies that average them as well refuse it.
 class TRIREME_API AveragesGradients {
  public:
   virtual ~AveragesGradients() = default;
+  // Returns the ranks over which it averages; null if it does not tell.
+  virtual std::shared_ptr<Communicator> averages_over() { return nullptr; }
 };
 
 // Returns the name of the first such module in `module`, "" if that is `module` itself.

@@ -21,6 +21,8 @@ namespace trireme {
 //   optimizer.json                       groups, and what no tensor holds
 //   compression.safetensors.index.json   "residual:<parameter>" and the like, by sender
 //   compression-00001-of-00001.safetensors
+//   rounds.safetensors.index.json        what each worker has between two averages
+//   rounds-00001-of-00001.safetensors    (held_rounds.h)
 //   extra.json                           what the user gave
 //
 // The model's index also has the length of every other file of the folder, so a missing or

@@ -3,6 +3,7 @@
 #include <trireme/comm/agree.h>
 #include <trireme/common/error.h>
 #include <trireme/saving/content_text.h>
+#include <trireme/saving/held_rounds.h>
 #include <trireme/saving/part_exchange.h>
 #include <trireme/saving/redistribute_plan.h>
 
@@ -103,7 +104,7 @@ void CheckpointReader::open_all(const CheckpointPlace& place) {
   const auto belongs = [&](const std::string& other) {
     return model.names_all ? model.other_bytes.count(other) > 0 : is_there(other);
   };
-  for (const char* kind : {kOptimizerTensors, kCompressionTensors, kTableTensors}) {
+  for (const char* kind : {kOptimizerTensors, kCompressionTensors, kRoundsTensors, kTableTensors}) {
     const std::string other = index_name(kind);
     if (!belongs(other)) continue;
     const CheckpointIndex index = read_index(folder_ + "/" + other, ranks_.where());

@@ -12,6 +12,8 @@
 
 namespace trireme {
 
+class HoldsRounds;  // held_rounds.h
+
 struct SaveCheckpointOptions {
   // The optimizer whose state is saved, over parameters of the module; it is not changed.
   torch::optim::Optimizer* optimizer = nullptr;
@@ -20,6 +22,9 @@ struct SaveCheckpointOptions {
   int64_t max_file_bytes = int64_t{5'000'000'000};
   // The ranks that save together; null: those of the Pipeline, or of the last trireme::init().
   std::shared_ptr<Communicator> communicator = nullptr;
+  // The LocalSGD or DiLoCo that steps the optimizer, which must be given then. Parameters are saved
+  // as all workers have agreed on them, and beside them what each worker has, also in mid-round.
+  HoldsRounds* rounds = nullptr;
 };
 
 struct LoadCheckpointOptions {
@@ -30,6 +35,10 @@ struct LoadCheckpointOptions {
   // Whether of what several ranks need each element is read by one of them, which sends it to the
   // others. For a disk that is slower than the network between the ranks. The same on all ranks.
   bool read_once = false;
+  // The LocalSGD or DiLoCo to go on with, before its first step. With as many workers as were saved
+  // it goes on bit for bit; with others all begin where workers had agreed, and the state of the
+  // optimizer is fresh.
+  HoldsRounds* rounds = nullptr;
 };
 
 // Keeps the parameters and buffers of a module and the state of its optimizer, in the files that

@@ -40,18 +40,6 @@ void add_stages(const torch::nn::Module& module, HeldParts& parts) {
   }
 }
 
-HeldParts parts_in(const torch::nn::Module& module, const torch::optim::Optimizer* optimizer) {
-  HeldParts parts;
-  const auto add = [&](const auto* object) {
-    if (const auto* holder = dynamic_cast<const HoldsParts*>(object)) holder->add_parts(parts);
-  };
-  add(&module);
-  for (const auto& child : module.modules(/*include_self=*/false)) add(child.get());
-  if (optimizer != nullptr) add(optimizer);
-  if (dynamic_cast<const HoldsStages*>(&module) != nullptr) add_stages(module, parts);
-  return parts;
-}
-
 // Returns the name of a tensor in the whole module.
 std::string name_in_whole(const torch::nn::Module& module, const std::string& name) {
   const auto* stages = dynamic_cast<const HoldsStages*>(&module);
@@ -120,23 +108,6 @@ void gather_names(std::vector<std::set<std::string>>& names, const CheckpointRan
     for (size_t group = 0; group < theirs.size(); ++group)
       names[group].insert(theirs[group].begin(), theirs[group].end());
   }
-}
-
-// Calls `write` in a phase in which parts may be written.
-template <typename Write>
-void write_parts(const std::vector<HoldsParts*>& holders, const Write& write) {
-  std::vector<HoldsParts*> begun;
-  try {
-    for (HoldsParts* holder : holders) {
-      holder->begin_writing();
-      begun.push_back(holder);
-    }
-    write();
-  } catch (const std::exception& error) {
-    for (HoldsParts* holder : begun) holder->abandon_writing(error.what());
-    throw;
-  }
-  for (HoldsParts* holder : holders) holder->end_writing();
 }
 
 // A state of an optimizer that is loaded in two steps: what it counts, then its tensors.
@@ -230,6 +201,36 @@ const torch::nn::Module& plain_module(const torch::nn::Module& module) {
   return wrapper != nullptr ? plain_module(wrapper->wrapped()) : module;
 }
 
+HeldParts held_parts_in(const torch::nn::Module& module, const torch::optim::Optimizer* optimizer) {
+  HeldParts parts;
+  const auto add = [&](const auto* object) {
+    if (const auto* holder = dynamic_cast<const HoldsParts*>(object)) holder->add_parts(parts);
+  };
+  add(&module);
+  for (const auto& child : module.modules(/*include_self=*/false)) add(child.get());
+  if (optimizer != nullptr) add(optimizer);
+  if (dynamic_cast<const HoldsStages*>(&module) != nullptr) add_stages(module, parts);
+  return parts;
+}
+
+void write_held_parts(const TrainedModule& trained, const std::function<void()>& write) {
+  std::vector<HoldsParts*> holders;
+  if (trained.module != nullptr) find_holders(*trained.module, holders);
+  if (auto* sharded = dynamic_cast<HoldsParts*>(trained.optimizer)) holders.push_back(sharded);
+  std::vector<HoldsParts*> begun;
+  try {
+    for (HoldsParts* holder : holders) {
+      holder->begin_writing();
+      begun.push_back(holder);
+    }
+    write();
+  } catch (const std::exception& error) {
+    for (HoldsParts* holder : begun) holder->abandon_writing(error.what());
+    throw;
+  }
+  for (HoldsParts* holder : holders) holder->end_writing();
+}
+
 CheckpointRanks ranks_of(std::shared_ptr<Communicator> communicator,
                          const torch::nn::Module& module) {
   if (const auto* stages = dynamic_cast<const HoldsStages*>(&module)) {
@@ -252,7 +253,7 @@ CheckpointContent content_to_save(const TrainedModule& trained, const Checkpoint
   CheckpointContent content;
   if (has_stages(&plain)) some_rank_has_optimizer(trained, ranks);
   together(ranks, [&] {
-    const HeldParts parts = parts_in(plain, trained.optimizer);
+    const HeldParts parts = held_parts_in(plain, trained.optimizer);
     content.tensors[kModelTensors] = tensors_of(plain, parts, where, /*loads=*/false);
     add_optimizer(trained, parts, where, where, content);
   });
@@ -270,7 +271,7 @@ HeldContent content_held(const TrainedModule& trained, const CheckpointRanks& ra
     if (trained.module == nullptr) return;
     const torch::nn::Module& plain = plain_module(*trained.module);
     const RankOf where = ranks.where();
-    const HeldParts parts = parts_in(plain, trained.optimizer);
+    const HeldParts parts = held_parts_in(plain, trained.optimizer);
     held.content.tensors[kModelTensors] = tensors_of(plain, parts, where, /*loads=*/true);
     for (const auto& item : plain.named_buffers())
       held.of_lowest.insert(name_in_whole(plain, item.key()));
@@ -288,7 +289,7 @@ void load_content(const CheckpointSource& source, const TrainedModule& trained, 
   HeldParts parts;
   std::vector<CheckpointTensor> tensors;
   together(ranks, [&] {
-    if (plain != nullptr) parts = parts_in(*plain, trained.optimizer);
+    if (plain != nullptr) parts = held_parts_in(*plain, trained.optimizer);
     tensors = tensors_to_load(trained, parts, where);
   });
   source.check(kModelTensors, tensors);
@@ -300,12 +301,10 @@ void load_content(const CheckpointSource& source, const TrainedModule& trained, 
     });
   }
   std::optional<OptimizerLoading> optimizer;
-  if (asks ? some_rank_has_optimizer(trained, ranks) : trained.optimizer != nullptr)
+  const bool has_state = trained.optimizer != nullptr && trained.loads_state;
+  if (asks ? some_rank_has_optimizer(trained, ranks) : has_state)
     optimizer.emplace(source, trained, parts, asks, ranks);
-  std::vector<HoldsParts*> holders;
-  if (trained.module != nullptr) find_holders(*trained.module, holders);
-  if (auto* sharded = dynamic_cast<HoldsParts*>(trained.optimizer)) holders.push_back(sharded);
-  write_parts(holders, [&] {
+  write_held_parts(trained, [&] {
     // Looks up the parts again, since begin_writing() may have moved them.
     source.read(kModelTensors, tensors_to_load(trained, parts, where));
     if (optimizer) optimizer->read();

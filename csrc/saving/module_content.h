@@ -4,18 +4,27 @@
 #include <trireme/saving/checkpoint.h>
 #include <trireme/saving/checkpoint_source.h>
 #include <trireme/saving/held_checkpoint.h>
+#include <trireme/saving/held_parts.h>
 #include <trireme/saving/trained_module.h>
 
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 namespace trireme {
 
 // Returns a module without the wrappers that are no part of the model.
 const torch::nn::Module& plain_module(const torch::nn::Module& module);
+
+// Returns this rank's parts of what modules in `module`, itself included, or the optimizer, which
+// may be null, have sharded.
+HeldParts held_parts_in(const torch::nn::Module& module, const torch::optim::Optimizer* optimizer);
+// Calls `write` in a phase in which this rank may write its parts: those of the outermost modules
+// that hold parts, and of the optimizer. Collective over the ranks that share these.
+void write_held_parts(const TrainedModule& trained, const std::function<void()>& write);
 
 // Returns the ranks that save or load `module`: those of `communicator`; if that is null, those of
 // its stages, or of the last trireme::init(). Throws ValueError if these lack ranks of its stages.

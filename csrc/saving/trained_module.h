@@ -13,6 +13,8 @@ namespace trireme {
 struct TrainedModule {
   torch::nn::Module* module = nullptr;
   torch::optim::Optimizer* optimizer = nullptr;
+  // Whether the optimizer's state is loaded. It is asked for parts of parameters in any case.
+  bool loads_state = true;
 };
 
 }  // namespace trireme

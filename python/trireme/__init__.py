@@ -25,7 +25,15 @@ from trireme.ranks import all_mean, get_logger, rank_generator  # noqa: E402
 from trireme.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm  # noqa: E402
 
 if TYPE_CHECKING:
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+        PostLocalSGDState,
+        post_localSGD_hook,
+    )
     from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import (
+        HierarchicalModelAverager,
+    )
     from torch.distributed.optim import (
         DistributedOptimizer,
         PostLocalSGDOptimizer,
@@ -79,6 +87,7 @@ if TYPE_CHECKING:
         register_fsdp_forward_method,
         share_comm_ctx,
     )
+    from trireme.local_sgd import DiLoCo, LocalSGD
     from trireme.scatter_gather import gather, scatter, scatter_kwargs
     from trireme.zero import ZeroRedundancyOptimizer
 
@@ -87,7 +96,14 @@ del register
 
 # Some are torch's own and stand there beside a name of ours: a program changes one import.
 _LAZY = {
+    "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook": (
+        *("PostLocalSGDState", "post_localSGD_hook"),
+    ),
     "torch.distributed.algorithms.join": ("Join", "JoinHook", "Joinable"),
+    "torch.distributed.algorithms.model_averaging.averagers": ("PeriodicModelAverager",),
+    "torch.distributed.algorithms.model_averaging.hierarchical_model_averager": (
+        "HierarchicalModelAverager",
+    ),
     "torch.distributed.optim": (
         *("DistributedOptimizer", "PostLocalSGDOptimizer", "as_functional_optim"),
     ),
@@ -119,6 +135,7 @@ _LAZY = {
         *("MixedPrecisionPolicy", "Offload", "OffloadPolicy", "UnshardHandle", "fully_shard"),
         *("register_fsdp_forward_method", "share_comm_ctx"),
     ),
+    "trireme.local_sgd": ("DiLoCo", "LocalSGD"),
     "trireme.scatter_gather": ("gather", "scatter", "scatter_kwargs"),
     "trireme.zero": ("ZeroRedundancyOptimizer",),
 }
@@ -143,14 +160,17 @@ __all__ = [
     "DataParallel",
     "DataParallelMeshDims",
     "DeferredBatchNorm",
+    "DiLoCo",
     "DistributedDataParallel",
     "DistributedOptimizer",
     "FSDPModule",
     "GradientReductionHandle",
+    "HierarchicalModelAverager",
     "Join",
     "JoinHook",
     "Joinable",
     "LayerCost",
+    "LocalSGD",
     "MeasuredLayer",
     "MemoryBytes",
     "MemoryEstimate",
@@ -158,10 +178,12 @@ __all__ = [
     "Namespace",
     "Offload",
     "OffloadPolicy",
+    "PeriodicModelAverager",
     "Pipeline",
     "PipelineAction",
     "PipelineSchedule",
     "PostLocalSGDOptimizer",
+    "PostLocalSGDState",
     "SelectiveCheckpointContext",
     "SyncBatchNorm",
     "UnshardHandle",
@@ -196,6 +218,7 @@ __all__ = [
     "pipeline_schedule",
     "place",
     "pop",
+    "post_localSGD_hook",
     "rank_generator",
     "redistribute",
     "reduce_add_coalesced",

@@ -30,6 +30,7 @@ inline ModuleTensors module_tensors(const torch::nn::Module& module) {
 class HasDdp : public AveragesGradients {
  public:
   virtual Ddp& core() = 0;
+  std::shared_ptr<Communicator> averages_over() override { return core().communicator(); }
 };
 
 // See DistributedDataParallel below.

@@ -14,11 +14,13 @@ from torch.optim import Optimizer
 from trireme import _C
 from trireme._C import CheckpointReader
 from trireme._core.errors import Area
+from trireme._core.held_rounds import HoldsRounds
 from trireme._core.meshes import group_over
 from trireme._core.owners import group_of_stages
 from trireme._saving.content import codes_of, content_of, load_content
 from trireme._saving.optimizer import plain_json
 from trireme._saving.parts import Ranks, plain_model
+from trireme._saving.rounds import add_rounds, load_rounds
 from trireme._saving.stages import has_stages, some_rank_has
 
 _EXTRA = "extra.json"
@@ -33,6 +35,7 @@ def save_checkpoint(
     extra: dict[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
     max_file_bytes: int = 5_000_000_000,
+    rounds: HoldsRounds | None = None,
 ) -> None:
     """Saves a model, and the state of its optimizer, into the folder ``path``.
 
@@ -53,6 +56,9 @@ def save_checkpoint(
             can say, integers of any length included. Rank 0's alone; that of others is not read.
         process_group: the ranks that save; by default those of the model, or all.
         max_file_bytes: of one file.
+        rounds: the ``LocalSGD`` or ``DiLoCo`` that trains the model. The model is saved as all
+            workers have agreed on it, and beside it what each worker has, also in mid-round. The
+            ranks that save are then those of all workers, by default all ranks.
 
     Parameters must be the same on all ranks or sharded; of buffers rank 0's are saved. Of a
     pipeline each rank saves its stages; of what several have, the lowest rank's is saved. What a
@@ -68,16 +74,19 @@ def save_checkpoint(
     Whatever is raised is raised on all ranks, and the previous checkpoint is still there.
     Collective.
     """
-    ranks = Ranks(_group_for(model, optimizer, process_group))
+    group = _group_for(model, optimizer, process_group, rounds)
+    ranks = Ranks(group)
     if has_stages(model):
         some_rank_has(optimizer, model, ranks)
     with ranks.together():
-        content = content_of(model, optimizer, ranks)
+        content = content_of(model, optimizer if rounds is None else None, ranks)
         codes = _C.codes_to_save(codes_of(model, optimizer, ranks))
         if codes is not None:
             content.tensors[_CODES] = codes
         if extra is not None and ranks.rank == 0:
             content.texts[_EXTRA] = json.dumps(plain_json(extra, "`extra`", ranks))
+    if rounds is not None:
+        add_rounds(content, rounds, model, optimizer, group)
     _C.save_checkpoint(
         os.fspath(path),
         ranks.core,
@@ -94,6 +103,7 @@ def load_checkpoint(
     *,
     process_group: dist.ProcessGroup | None = None,
     read_once: bool = False,
+    rounds: HoldsRounds | None = None,
 ) -> dict[str, Any]:
     """Loads what ``save_checkpoint`` has saved, under whatever strategy; returns its ``extra``.
 
@@ -111,6 +121,9 @@ def load_checkpoint(
         read_once: of what several ranks need each byte is read by one of them, which sends it to
             the others. For a disk that is slower than the network between the ranks, such as one
             that many hosts read from. The same on all ranks.
+        rounds: the ``LocalSGD`` or ``DiLoCo`` that is to train the model, before its block. With
+            as many workers as were saved it goes on bit for bit; with others all begin where
+            workers had agreed, and the state of the optimizer is fresh.
 
     Raises:
         ValueError: a file is missing, cut or of another save; another model or optimizer.
@@ -119,9 +132,13 @@ def load_checkpoint(
 
     Whatever is raised is raised on all ranks. Collective.
     """
-    ranks = Ranks(_group_for(model, optimizer, process_group))
+    group = _group_for(model, optimizer, process_group, rounds)
+    ranks = Ranks(group)
     reader = CheckpointReader(os.fspath(path), ranks.core, reads_once=read_once)
-    load_content(reader, model, optimizer, ranks, asks=has_stages(model), has_codes=True)
+    if rounds is not None:
+        load_rounds(reader, rounds, model, optimizer, group)
+    else:
+        load_content(reader, model, optimizer, ranks, asks=has_stages(model), has_codes=True)
     text = reader.text(_EXTRA)
     return json.loads(text) if text else {}
 
@@ -135,7 +152,10 @@ def _expect_living(stages: dist.ProcessGroup) -> None:
 
 
 def _group_for(
-    model: nn.Module, optimizer: Optimizer | None, given: dist.ProcessGroup | None
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    given: dist.ProcessGroup | None,
+    rounds: HoldsRounds | None = None,
 ) -> dist.ProcessGroup | None:
     """Finds the group over which the model is trained; None where nobody made one."""
     plain = plain_model(model)
@@ -146,6 +166,8 @@ def _group_for(
         return given
     if stages is not None:
         return stages
+    if rounds is not None:  # several workers
+        return dist.group.WORLD
     parameters = plain.parameters()
     meshes = dict.fromkeys(
         parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)

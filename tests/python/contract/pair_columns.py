@@ -33,6 +33,7 @@ from contract.pair_runs import (
     Judged,
     Owned,
     Piped,
+    Rounded,
     Run,
     Saved,
     Sharded,
@@ -98,6 +99,17 @@ def in_replicas(row: Row, place: Place, made: Made) -> Run:
 def in_checkpoint(made: Made, model: nn.Module) -> tuple[Any, Any]:
     net, optimizer = ddp(made, model)
     return Checkpointed(net, trireme.checkpoint), optimizer
+
+
+def in_rounds(row: Row, place: Place, made: Made) -> Run:
+    """LocalSGD of every step, which under SGD is DDP."""
+    model = judged(made)
+    optimizer = sgd(made, model)
+    rounds = trireme.LocalSGD(model, optimizer, sync_every=1, across=dist.group.WORLD)
+    rounds.__enter__()
+    place.closing.append(partial(rounds.__exit__, None, None, None))
+    where = {"rank": dist.get_rank(), "world": dist.get_world_size()}
+    return Rounded(row, place, made, model, model, optimizer, **where)
 
 
 # --- pipelines -----------------------------------------------------------------------------------
@@ -269,6 +281,7 @@ COLUMNS = {
             pushers=1,
         ),
         Column("pipelining", staged, chunked, None, pushers=1),
+        Column("LocalSGD", in_rounds, keeps=own_part),
         Column("checkpoint", of_ranks(in_checkpoint), checkpointed=True),
         Column("remote owner", owned_elsewhere, at_once, None, pushers=1, remote=True),
         Column("worker", working, keeps=own_part),

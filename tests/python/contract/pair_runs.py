@@ -219,6 +219,13 @@ class Zero2(Run):
         return self.optimizer.no_sync()
 
 
+class Rounded(Run):
+    """Workers of LocalSGD, whose rounds know one optimizer."""
+
+    def follow(self) -> None:
+        """Parameters were written in place."""
+
+
 @dataclass
 class Sharded(Run):
     @contextmanager
