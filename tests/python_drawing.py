@@ -20,7 +20,7 @@ END = "```\n<!-- drawing end -->\n"
 TOP = "trireme"  # its own __init__.py, which shows names of all others
 BUILT = "trireme._build_info"  # is there only after an editable installation
 PUBLIC = 3  # modules and packages that users import
-LEVELS = {"_C": 0, "_core": 1, TOP: 4, "cli": 5, "__main__": 6}
+LEVELS = {"_C": 0, "_core": 1, TOP: 4, "cli": 5, "integrations": 5, "__main__": 6}
 WIDTH, NAMES = 120, 20
 Edges = dict[str, set[str]]
 

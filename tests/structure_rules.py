@@ -351,13 +351,14 @@ def trireme_imports(text: str, *, types: bool) -> list[str]:
 
 
 def python_rooms(path: PurePosixPath, text: str) -> list[str]:
-    """A package imports itself, _core and _C; cli imports the public modules, too."""
+    """A package imports itself, _core and _C; those for programs the public modules, too."""
     room = path.parts[2] if len(path.parts) > 3 else ""
     found = []
     for name in trireme_imports(text, types=True) if room else []:
         there = "" if name[0] == "." else name.partition(".")[2].partition(".")[0]
         is_public = there != "" and there[0] != "_"
-        if there not in (room, "_core", "_C") and not (room == "cli" and is_public):
+        sees_all = room in ("cli", "integrations") and is_public
+        if there not in (room, "_core", "_C") and not sees_all:
             found.append(f"{path}: {room} may not import {name}")
     return found
 

@@ -365,4 +365,7 @@ class FSDPModule(TorchFSDPModule):
             unit.root.begin_writing_anew()
         elif unit.root is not None:
             unit.root.begin_writing()
-        return super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
+        applied = super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
+        for one in unit.all:
+            one.note_as_owner()
+        return applied

@@ -146,6 +146,15 @@ class FsdpUnit:
             assert param.sharded is not None
             note_unit(param.sharded, self)
 
+    def note_as_owner(self) -> None:
+        """Says of the parameters in the modules that they are this unit's, as ``Module.to`` takes
+        away: it swaps a DTensor with what it has made."""
+        for param in self.params:
+            for module, name in param.places:
+                here = module._parameters.get(name)
+                if here is not None:
+                    note_unit(here, self)
+
     def _register_hooks(self) -> None:
         for module in self.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)

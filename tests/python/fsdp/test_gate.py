@@ -60,6 +60,23 @@ def test_evaluations_that_ranks_do_by_themselves(rank: int) -> None:
 
 
 @on_shm_ranks(2)
+def test_a_closure_is_the_first_to_read_after_module_to(rank: int) -> None:
+    """``Module.to`` swaps the parameters, of which the step still finds who gates them."""
+    ours, one = pair(mlp)
+    ours.model.to("cpu")
+    for step in range(3):
+        for training in (ours, one):
+
+            def closure(training: Any = training, step: int = step) -> torch.Tensor:
+                training.optimizer.zero_grad()
+                training.backward(step)
+                return torch.tensor(1.0)
+
+            training.optimizer.step(closure)
+        assert_parts(ours, one)
+
+
+@on_shm_ranks(2)
 def test_a_step_waits_for_a_slow_reader(rank: int) -> None:
     """One rank still evaluates with the old parameters when the other comes to its step."""
     ours, one = pair(mlp)

@@ -1,9 +1,10 @@
-"""Accelerate over our backend and with our classes.
+"""Accelerate over our backend, and with our Accelerator.
 
 Accelerate has a closed list of backends for the CPU and refuses others. It takes a process group
-that exists, though, and a model that is marked as prepared; so programs begin as these do.
+that exists, though, and a model that is marked as prepared; programs without our class begin so.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,16 @@ from accelerate.utils import (
     broadcast_object_list,
     gather_object,
 )
+from trireme.integrations.accelerate import Accelerator as OurAccelerator
 
 
 def accelerator_of(side: Side, **options: Any) -> Accelerator:
-    dist.init_process_group(side.backend)  # before Accelerator(), which then makes none
     if side == OURS:
-        torch.nn.parallel.DistributedDataParallel = trireme.DistributedDataParallel
-    accelerator = Accelerator(cpu=True, **options)
+        accelerator = OurAccelerator(**options)
+        assert accelerator.device.type == "cpu" and accelerator.state.backend == "trireme"
+    else:
+        dist.init_process_group(side.backend)  # before Accelerator(), which then makes none
+        accelerator = Accelerator(cpu=True, **options)
     assert accelerator.num_processes == 2 and dist.get_backend() == side.backend
     return accelerator
 
@@ -169,74 +173,87 @@ def test_local_sgd(tmp_path: Path) -> None:
     assert_equal_to_theirs(train_local, tmp_path)
 
 
-def train_sharded(rank: int, side: Side, folder: str) -> Any:
-    """``fully_shard`` by hand; Accelerate prepares the rest."""
-    from torch.distributed.fsdp import fully_shard
+SHARDED = ("fully_shard", "stage 1", "stage 2")
 
-    dist.init_process_group(side.backend)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+
+def sharded_parts(side: Side, kind: str, **options: Any) -> tuple[Any, ...]:
+    """An Accelerator, and what it has prepared; torch's side trains under plain DDP."""
+    shards = {"fully_shard": True} if side == OURS and kind == "fully_shard" else {}
+    accelerator = accelerator_of(side, gradient_accumulation_steps=2, **shards, **options)
+    torch.manual_seed(7)
     model = net()
-    shard = trireme.fully_shard if side == OURS else fully_shard
-    shard(model[0])
-    shard(model[3])
-    shard(model)
-    model._is_accelerate_prepared = True
-    model, optimizer, loader = accelerator.prepare(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=0.02),
-        DataLoader(rows(32), batch_size=4),
-    )
-    losses, norms = [], []
-    for x, y in [*loader, *loader]:
-        with accelerator.accumulate(model):
-            loss = functional.cross_entropy(model(x), y)
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                norm = accelerator.clip_grad_norm_(model.parameters(), 0.3)
-                norms.append(norm.full_tensor())
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    return {"losses": losses, "norms": norms}
-
-
-def test_fully_shard(tmp_path: Path) -> None:
-    assert_equal_to_theirs(train_sharded, tmp_path, sides={"ours": OURS})
-
-
-def zero(rank: int, side: Side, folder: str) -> Any:
-    dist.init_process_group(side.backend)
-    accelerator = Accelerator(cpu=True)
-    model = net()
-    if side == OURS:
-        model._is_accelerate_prepared = True  # stage 2 averages by itself
+    if side == OURS and kind != "fully_shard":
+        stage = int(kind[-1])
         optimizer = trireme.ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.AdamW, stage=2, lr=0.02
+            model.parameters(), torch.optim.AdamW, stage=stage, lr=0.02
         )
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    model, optimizer, loader = accelerator.prepare(
-        model,
-        optimizer,
-        DataLoader(rows(24), batch_size=4),
-        # Accelerate would read the whole state, as it cannot with torch's class either.
-        device_placement=[None, False, None],
-    )
-    losses = []
-    for x, y in [*loader, *loader]:
-        loss = functional.cross_entropy(model(x), y)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return {
-        "losses": losses,
-        "parameters": [parameter.detach().clone() for parameter in model.parameters()],
-    }
+    loader = DataLoader(rows(32), batch_size=4, shuffle=True)
+    # An optimizer may stand before its model.
+    return accelerator, *accelerator.prepare(optimizer, model, loader)
 
 
-def test_zero(tmp_path: Path) -> None:
-    assert_equal_to_theirs(zero, tmp_path, sides={"ours": OURS})
+def train_sharded(
+    rank: int, side: Side, folder: str, kind: str, options: dict[str, Any] | None = None
+) -> Any:
+    accelerator, optimizer, model, loader = sharded_parts(side, kind, **(options or {}))
+    losses, norms = [], []
+
+    def epoch() -> None:
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = functional.cross_entropy(model(x), y)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.3))
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+
+    epoch()
+    accelerator.save_state(f"{folder}/ck")
+    accelerator.save_model(model, f"{folder}/model")
+    if rank == 0:
+        assert (Path(folder) / "model" / "model.safetensors").exists()
+    epoch()
+    accelerator.load_state(f"{folder}/ck")
+    epoch()
+    assert accelerator.unwrap_model(model) is getattr(model, "module", model)
+    return {"losses": losses, "norms": norms}
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+def test_sharded(tmp_path: Path, kind: str) -> None:
+    assert_equal_to_theirs(train_sharded, tmp_path, kind, sides={"ours": OURS})
+
+
+def test_sharded_in_mixed_precision(tmp_path: Path) -> None:
+    case = ("fully_shard", {"mixed_precision": "bf16"})
+    assert_equal_to_theirs(train_sharded, tmp_path, *case, sides={"ours": OURS})
+
+
+def refusals(rank: int, side: Side, folder: str) -> list[str]:
+    accelerator = accelerator_of(side, fully_shard=True)
+    model = net()
+    stepped = torch.optim.AdamW(model.parameters(), lr=0.02)
+    model(torch.ones(4, 6)).sum().backward()
+    stepped.step()
+    said = []
+    for program in (
+        lambda: accelerator.prepare(model, stepped),
+        lambda: OurAccelerator(fully_shard=True, fsdp_plugin=object()),
+    ):
+        with pytest.raises(ValueError) as error:
+            program()
+        said.append(str(error.value))
+    return said
+
+
+def test_refusals(tmp_path: Path) -> None:
+    for stepped, plugin in run_on(OURS, refusals, tmp_path):
+        assert "got a AdamW that has stepped" in stepped
+        assert "got fully_shard=True and fsdp_plugin" in plugin
 
 
 class Stream(IterableDataset):
@@ -259,6 +276,28 @@ def dispatch(rank: int, side: Side, folder: str) -> Any:
 
 def test_dispatched_batches(tmp_path: Path) -> None:
     assert_equal_to_theirs(dispatch, tmp_path, sides={"backend": OUR_BACKEND})
+
+
+def under_slurm(rank: int, side: Side, folder: str) -> tuple[int, int, str, float]:
+    """srun sets none of the variables that Accelerate reads."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        os.environ.pop(name, None)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"):
+        os.environ.pop(name, None)
+    os.environ.update(
+        SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_NODEID="0",
+        SLURM_STEP_NUM_TASKS="2", SLURM_STEP_TASKS_PER_NODE="2", SLURM_STEP_NODELIST="localhost",
+        SLURM_CPUS_PER_TASK="1", SLURM_JOB_ID="1", TRIREME_INIT_METHOD=f"file://{folder}/meet",
+    )  # fmt: skip
+    accelerator = OurAccelerator()
+    assert "MASTER_ADDR" not in os.environ and "OMP_NUM_THREADS" not in os.environ
+    total = accelerator.reduce(torch.tensor(rank + 1.0), "sum").item()
+    return (accelerator.process_index, accelerator.num_processes, dist.get_backend(), total)
+
+
+def test_under_slurm(tmp_path: Path) -> None:
+    found = run_on(OURS, under_slurm, tmp_path / "ours")
+    assert found == [(rank, 2, "trireme", 3.0) for rank in range(2)]
 
 
 def refused(rank: int, side: Side, folder: str) -> str:

@@ -1,4 +1,4 @@
-"""Lightning Fabric over our backend, and with our classes in its strategies."""
+"""Lightning Fabric over our backend, and with our strategies."""
 
 from pathlib import Path
 from typing import Any
@@ -28,24 +28,15 @@ pytest.importorskip("lightning", reason="Lightning is not installed")
 
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
-
-
-class TriremeStrategy(DDPStrategy):
-    """What a user writes to have our class under Fabric."""
-
-    def setup_module(self, module: nn.Module) -> trireme.DistributedDataParallel:
-        ids = self._determine_ddp_device_ids()
-        return trireme.DistributedDataParallel(module, device_ids=ids, **self._ddp_kwargs)
+from torch.distributed.fsdp import fully_shard
+from trireme.integrations.lightning import FabricFSDPStrategy
 
 
 def fabric_of(side: Side, **options: Any) -> Fabric:
-    strategy = TriremeStrategy if side.ddp is trireme.DistributedDataParallel else DDPStrategy
-    fabric = Fabric(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy(process_group_backend=side.backend),
-        **options,
-    )
+    strategy: Any = "trireme_ddp"
+    if side != OURS:
+        strategy = DDPStrategy(process_group_backend=side.backend)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, **options)
     fabric.launch()
     assert dist.get_backend() == side.backend
     return fabric
@@ -121,19 +112,18 @@ def test_mean_of_integers(tmp_path: Path) -> None:
 
 
 def train_sharded(rank: int, side: Side, folder: str) -> Any:
-    fully_shard = trireme.fully_shard
-    if side == THEIRS:
-        from torch.distributed.fsdp import fully_shard
-
     def shard(model: nn.Module, mesh: Any) -> nn.Module:
         for layer in (model.layers[0], model.layers[3]):
             fully_shard(layer, mesh=mesh["data_parallel"])
         return fully_shard(model, mesh=mesh["data_parallel"])
 
-    strategy = ModelParallelStrategy(shard, 2, 1, process_group_backend=side.backend)
+    strategy = FabricFSDPStrategy()  # finds the units itself
+    if side == THEIRS:
+        strategy = ModelParallelStrategy(shard, 2, 1, process_group_backend=side.backend)
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
     model = fabric.setup_module(Net())
+    assert side == THEIRS or isinstance(model.module.layers[3], trireme.FSDPModule)
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.02))
     loader = fabric.setup_dataloaders(DataLoader(rows(24), batch_size=4))
     losses, norms = [], []

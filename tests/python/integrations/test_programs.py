@@ -31,7 +31,6 @@ def test_accelerate() -> None:
     assert printed.split() == ["trireme", "trireme.ddp", loss_of_one_process()]
 
 
-@pytest.mark.skipif(torch.__version__ < "2.14", reason="torch finds no backends by entry points")
 def test_fabric_starts_its_ranks() -> None:
     pytest.importorskip("lightning", reason="Lightning is not installed")
     printed = run_command([sys.executable, str(PROGRAMS / "fabric_ddp.py")], 1)

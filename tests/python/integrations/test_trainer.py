@@ -1,4 +1,4 @@
-"""Lightning's Trainer over our backend, and with our class in its strategy."""
+"""Lightning's Trainer over our backend, and with our strategies."""
 
 import logging
 import warnings
@@ -15,7 +15,6 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from harness.ranks import RankFailed
 from integrations.sides import (
     OUR_BACKEND,
     OURS,
@@ -32,18 +31,10 @@ pytest.importorskip("lightning", reason="Lightning is not installed")
 
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
-
-
-class TriremeStrategy(DDPStrategy):
-    """What a user writes to have our class under the Trainer."""
-
-    def _setup_model(self, model: nn.Module) -> trireme.DistributedDataParallel:
-        ids = self.determine_ddp_device_ids()
-        return trireme.DistributedDataParallel(model, device_ids=ids, **self._ddp_kwargs)
+from trireme.integrations import lightning as ours
 
 
 class Classifier(LightningModule):
@@ -138,11 +129,13 @@ KINDS: dict[str, Callable[[], Classifier]] = {
 def trainer_of(side: Side, folder: str, ddp: dict[str, Any], **options: Any) -> Trainer:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    strategy = TriremeStrategy if side.ddp is trireme.DistributedDataParallel else DDPStrategy
+    strategy: Any = ours.DDPStrategy(**ddp) if ddp else "trireme_ddp"
+    if side != OURS:
+        strategy = DDPStrategy(process_group_backend=side.backend, **ddp)
     return Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=strategy(process_group_backend=side.backend, **ddp),
+        strategy=strategy,
         default_root_dir=folder,
         logger=False,
         enable_progress_bar=False,
@@ -193,16 +186,6 @@ def test_fit(tmp_path: Path, case: str) -> None:
     assert_equal_to_theirs(fit, tmp_path, *CASES[case])
 
 
-class TriremeLayerSync(LayerSync):
-    """What a user writes to have BatchNorm over all ranks on the CPU."""
-
-    def apply(self, model: nn.Module) -> nn.Module:
-        return trireme.convert_sync_batchnorm(model)
-
-    def revert(self, model: nn.Module) -> nn.Module:
-        return model
-
-
 class OnePass(Classifier):
     """Plain SGD: Adam would blow up the rounding of a bias in front of a BatchNorm."""
 
@@ -210,17 +193,23 @@ class OnePass(Classifier):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def running_statistics(rank: int, side: Side, folder: str, by_torch: bool) -> Any:
+def running_statistics(rank: int, side: Side, folder: str, strategy: str) -> Any:
     model = OnePass()
-    how = {"sync_batchnorm": True} if by_torch else {"plugins": [TriremeLayerSync()]}
-    trainer = trainer_of(side, folder, {}, max_epochs=1, use_distributed_sampler=False, **how)
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, default_root_dir=folder, max_epochs=1,
+        use_distributed_sampler=False, sync_batchnorm=True, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
     inputs, labels = rows(24).tensors
     mine = TensorDataset(inputs[rank::2], labels[rank::2])
     trainer.fit(model, DataLoader(mine, batch_size=4))
-    return state_of(model)
+    whole = {name: getattr(value, "full_tensor", lambda value=value: value)()
+             for name, value in model.state_dict().items()}  # fmt: skip
+    return {name: value.detach().clone() for name, value in whole.items()}
 
 
-def test_sync_batch_norm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["trireme_ddp", "trireme_fsdp"])
+def test_sync_batch_norm(tmp_path: Path, strategy: str) -> None:
     """What one process computes with the batches of both ranks."""
     model = OnePass()
     optimizer = model.configure_optimizers()
@@ -230,52 +219,81 @@ def test_sync_batch_norm(tmp_path: Path) -> None:
         order = torch.tensor([*range(first, first + 8, 2), *range(first + 1, first + 8, 2)])
         functional.cross_entropy(model.net(inputs[order]), labels[order]).backward()
         optimizer.step()
-    for state in run_on(OURS, running_statistics, tmp_path, False):
+    for state in run_on(OURS, running_statistics, tmp_path, strategy):
         assert_close(state, state_of(model), "state", 1e-4)
 
 
-def test_sync_batch_norm_of_torch(tmp_path: Path) -> None:
-    """``sync_batchnorm=True`` puts in torch's class, which has no kernels for the CPU."""
-    with pytest.raises(RankFailed, match=r"trireme.SyncBatchNorm.convert_sync_batchnorm"):
-        run_on(OURS, running_statistics, tmp_path, True)
-
-
-class ShardedNet(Classifier):
-    """The hook in which Lightning lets a module shard itself."""
-
-    ours = True
-
-    def configure_model(self) -> None:
-        fully_shard = trireme.fully_shard if self.ours else torch_fully_shard
-        mesh = self.device_mesh["data_parallel"]
-        for layer in (self.net[0], self.net[3]):
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self.net, mesh=mesh)
-
+class Unsharded(Classifier):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.02)
 
 
-def fit_sharded(rank: int, side: Side, folder: str) -> Any:
+class ShardedNet(Unsharded):
+    """The hook in which Lightning lets a module shard itself."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for layer in (self.net[0], self.net[3]):
+            torch_fully_shard(layer, mesh=mesh)
+        torch_fully_shard(self.net, mesh=mesh)
+
+
+def shard_by_hand(model: nn.Module, mesh: Any) -> nn.Module:
+    trireme.fully_shard(model.net, mesh=mesh["data_parallel"])
+    return model
+
+
+def strategy_of(side: Side, by_hand: bool) -> Any:
+    if side == OURS:
+        return ours.FSDPStrategy(shard_by_hand) if by_hand else "trireme_fsdp"
+    return ModelParallelStrategy(2, 1, process_group_backend=side.backend)
+
+
+def fit_sharded(rank: int, side: Side, folder: str, by_hand: bool) -> Any:
     warnings.filterwarnings("ignore")
+    options = {} if by_hand else {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
     losses = []
     for epochs, start in ((1, None), (2, f"{folder}/last.ckpt")):
-        strategy = ModelParallelStrategy(2, 1, process_group_backend=side.backend)
+        strategy = strategy_of(side, by_hand)
         keeping = ModelCheckpoint(folder, save_last=True, save_top_k=0)
         trainer = Trainer(
             accelerator="cpu", devices=2, strategy=strategy, max_epochs=epochs, logger=False,
-            callbacks=[keeping], gradient_clip_val=0.3, accumulate_grad_batches=2,
+            callbacks=[keeping], **options,
             enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
-        model = ShardedNet()
-        model.ours = side == OURS
+        model = Unsharded(by_hand=by_hand) if side == OURS else ShardedNet(by_hand=by_hand)
         trainer.fit(model, DataLoader(rows(32), batch_size=4), ckpt_path=start)
+        assert side == OURS or "configure_model" not in vars(model)
         losses.append(model.losses)
     return losses
 
 
-def test_fully_shard(tmp_path: Path) -> None:
-    assert_equal_to_theirs(fit_sharded, tmp_path, sides={"ours": OURS})
+@pytest.mark.parametrize("by_hand", [False, True], ids=["automatic", "by hand"])
+def test_fully_shard(tmp_path: Path, by_hand: bool) -> None:
+    assert_equal_to_theirs(fit_sharded, tmp_path, by_hand, sides={"ours": OURS})
+
+
+class WithAScale(Unsharded):
+    """A parameter of its own, which no forward of a child would show unsharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+def fit_scaled(rank: int, side: Side, folder: str) -> str:
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy="trireme_fsdp", max_epochs=1, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+    )  # fmt: skip
+    with pytest.raises(ValueError) as error:
+        trainer.fit(WithAScale(), DataLoader(rows(8), batch_size=4))
+    return str(error.value)
+
+
+def test_a_parameter_outside_of_children(tmp_path: Path) -> None:
+    for said in run_on(OURS, fit_scaled, tmp_path):
+        assert said.startswith("[integrations] got parameter scale, which is in no module")
 
 
 def metrics(rank: int, side: Side, folder: str) -> Any:

@@ -1,11 +1,11 @@
-"""Lightning Fabric over shared memory. It starts its ranks itself, and imports nothing of ours."""
+"""Lightning Fabric over shared memory, with our class. It starts its ranks itself."""
 
 import torch
+import trireme.integrations.lightning  # noqa: F401
 from lightning.fabric import Fabric
-from lightning.fabric.strategies import DDPStrategy
 from torch.nn import functional
 
-fabric = Fabric(accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend="trireme"))
+fabric = Fabric(accelerator="cpu", devices=2, strategy="trireme_ddp")
 fabric.launch()
 fabric.seed_everything(1, verbose=False)
 model = torch.nn.Linear(6, 3)
