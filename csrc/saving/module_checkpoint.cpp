@@ -2,25 +2,24 @@
 
 #include <trireme/saving/checkpoint_reader.h>
 #include <trireme/saving/module_content.h>
+#include <trireme/saving/module_save.h>
 
 #include <utility>
 
 namespace trireme {
 
-void save_checkpoint(const std::string& path, const torch::nn::Module& module,
-                     const SaveCheckpointOptions& options) {
-  const CheckpointRanks ranks = ranks_of(options.communicator, plain_module(module));
+PendingSave save_checkpoint(const std::string& path, const torch::nn::Module& module,
+                            const SaveCheckpointOptions& options) {
   // Nothing of the module is changed.
-  CheckpointContent content =
-      content_to_save({const_cast<torch::nn::Module*>(&module), options.optimizer}, ranks);
-  if (!options.extra.empty()) content.texts[kExtraText] = options.extra;
-  save_checkpoint({path, content, options.max_file_bytes}, ranks);
+  return save_module(
+      {path, {const_cast<torch::nn::Module*>(&module), options.optimizer}, options, {}});
 }
 
 std::string load_checkpoint(const std::string& path, torch::nn::Module& module,
                             const LoadCheckpointOptions& options) {
   const CheckpointRanks ranks = ranks_of(options.communicator, plain_module(module));
-  const CheckpointReader reader(path, ranks, options.read_once);
+  const CheckpointReader reader(path, ranks,
+                                {options.read_once, options.verify ? Verify::kYes : Verify::kNo});
   load_content(reader, {&module, options.optimizer}, LoadedOn::kAllRanks, ranks);
   return reader.text(kExtraText);
 }

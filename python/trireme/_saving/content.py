@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from trireme._C import CheckpointSource, CheckpointTensor, Ddp
+from trireme._core.announced_writes import before_writing
+from trireme._core.compression import coders_in
+from trireme._core.owners import ShardedOptimizer
 from trireme._core.writing import sharding_optimizers, writing, writing_shards
-from trireme._saving.optimizer import FILE, KIND, LoadedOptimizer, OptimizerParts
+from trireme._saving.optimizer import FILE, KIND, LoadedOptimizer, OptimizerParts, plain_json
 from trireme._saving.own_ways import (
     TensorsElsewhere,
     expect_plain_states,
@@ -23,6 +28,8 @@ from trireme._saving.parts import Ranks, model_to_load, model_to_save, named_ten
 from trireme._saving.stages import names_of_all, some_rank_has
 
 MODEL = "model"
+CODES = "compression"
+EXTRA = "extra.json"
 
 
 @dataclass
@@ -33,7 +40,44 @@ class Content:
     texts: dict[str, str] = field(default_factory=dict)
 
 
-def content_of(model: nn.Module, optimizer: Optimizer | None, ranks: Ranks) -> Content:
+def content_to_save(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    extra: dict[str, Any] | None,
+    ranks: Ranks,
+    *,
+    copies: bool = False,
+) -> Content:
+    """What this rank writes. ``copies``: of what a forward, a backward or another rank's step
+    writes it has copies.
+
+    Raises:
+        ValueError, TypeError: it cannot be saved.
+    """
+    content = content_of(model, optimizer, ranks, copies=copies)
+    for prefix, core in coders_in(model):
+        kept = core.codes_to_save(prefix)
+        if kept is not None:
+            codes = [tensor.copied() for tensor in kept] if copies else kept
+            content.tensors.setdefault(CODES, []).extend(codes)
+    if extra is not None and ranks.rank == 0:
+        content.texts[EXTRA] = json.dumps(plain_json(extra, "`extra`", ranks))
+    return content
+
+
+def tensors_written_with(model: nn.Module, optimizer: Optimizer | None) -> list[torch.Tensor]:
+    """The parameters whose announced writes are writes of what is saved."""
+    found: list[torch.Tensor] = list(plain_model(model).parameters())
+    inner = optimizer.optim if isinstance(optimizer, ShardedOptimizer) else None
+    for one in (optimizer, inner):
+        for group in () if one is None else one.param_groups:
+            found.extend(group["params"])
+    return found
+
+
+def content_of(
+    model: nn.Module, optimizer: Optimizer | None, ranks: Ranks, *, copies: bool = False
+) -> Content:
     """What this rank writes, or holds, of a model and its optimizer.
 
     Raises:
@@ -42,7 +86,7 @@ def content_of(model: nn.Module, optimizer: Optimizer | None, ranks: Ranks) -> C
     content = Content()
     expect_plain_states(model, ranks)
     content.tensors[MODEL] = [
-        *model_to_save(model, ranks),
+        *model_to_save(model, ranks, copies=copies),
         *TensorsElsewhere(model).to_save(ranks),
     ]
     if optimizer is not None:
@@ -62,15 +106,17 @@ def load_content(
 ) -> None:
     """Loads into this rank's parts; ``asks``: ranks may have different parameters; ``coders``: what
     loads its compression's state, with prefixes of names. Collective."""
+    before_writing()
     with ranks.together():
         expect_plain_states(model, ranks)
         elsewhere = TensorsElsewhere(model)
         needed = [*model_to_load(model, ranks), *elsewhere.to_load(ranks)]
+    has_optimizer = some_rank_has(optimizer, model, ranks) if asks else optimizer is not None
+    source.verify([MODEL, *([KIND] if has_optimizer else []), *([CODES] if coders else [])])
     source.check(MODEL, needed)
     with ranks.together():
         for prefix, core in coders:
             core.check_codes(source, prefix)
-    has_optimizer = some_rank_has(optimizer, model, ranks) if asks else optimizer is not None
     loaded = _read_optimizer(source, model, optimizer, ranks, asks) if has_optimizer else None
     plain = plain_model(model)
     with writing_shards(plain), torch.no_grad():
