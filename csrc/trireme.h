@@ -15,6 +15,8 @@
 #include <trireme/memory/memory_estimate.h>
 #include <trireme/optim/flat_optimizer.h>
 #include <trireme/optim/grad_norm.h>
+#include <trireme/saving/checkpoints.h>
+#include <trireme/saving/global_batch.h>
 #include <trireme/saving/module_checkpoint.h>
 #include <trireme/saving/module_redistribute.h>
 #include <trireme/strategies/data_parallel/data_parallel.h>

@@ -2,12 +2,14 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-// One function per area, in the file of that name (init_remote() in remote/endpoint.cpp). Only this
-// folder knows Python.
+// One function per area, in the file of that name (init_remote() in remote/endpoint.cpp,
+// init_checkpoint() in saving/). Only this folder knows Python.
 namespace trireme {
 
-void bind_partition(pybind11::module_& module);  // a part of init_activation()
-void bind_channels(pybind11::module_& module);   // a part of init_pipeline()
+void bind_partition(pybind11::module_& module);     // a part of init_activation()
+void bind_channels(pybind11::module_& module);      // a part of init_pipeline()
+void bind_global_batch(pybind11::module_& module);  // parts of init_checkpoint()
+void bind_pending_save(pybind11::module_& module);
 void init_activation(pybind11::module_& module);
 void init_autograd(pybind11::module_& module);
 void init_checkpoint(pybind11::module_& module);

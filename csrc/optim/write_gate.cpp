@@ -1,5 +1,6 @@
 #include <trireme/optim/write_gate.h>
 
+#include <trireme/memory/snapshot.h>
 #include <trireme/memory/tensor_registry.h>
 
 #include <c10/util/ScopeExit.h>
@@ -29,6 +30,9 @@ std::shared_ptr<WriteGate> gate_of(const at::Tensor& parameter) { return gates()
 
 void pass_gates(const torch::optim::Optimizer& optimizer) {
   if (passed == &optimizer) return;
+  if (has_snapshots())
+    for (const torch::optim::OptimizerParamGroup& group : optimizer.param_groups())
+      keep_snapshots_of(group.params());
   for (const torch::optim::OptimizerParamGroup& group : optimizer.param_groups())
     for (const at::Tensor& parameter : group.params())
       if (const auto gate = gate_of(parameter)) gate->before_write(parameter);

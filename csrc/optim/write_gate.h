@@ -29,8 +29,8 @@ TRIREME_API void put_gate(const std::vector<at::Tensor>& parameters,
 // Returns the living gate of a parameter, or null. Thread-safe.
 TRIREME_API std::shared_ptr<WriteGate> gate_of(const at::Tensor& parameter);
 
-// Asks the gates of all parameters of an optimizer, in their order. Costs 0.1 us per parameter
-// where there is any gate.
+// Asks the gates of all parameters of an optimizer, in their order, and has snapshots of them kept
+// (memory/snapshot.h). Costs 0.1 us per parameter where there is any gate.
 TRIREME_API void pass_gates(const torch::optim::Optimizer& optimizer);
 
 // Calls optimizer.step(closure) of any torch::optim::Optimizer, behind the gates of its parameters;

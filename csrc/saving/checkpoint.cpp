@@ -2,13 +2,20 @@
 
 #include <trireme/comm/gather_texts.h>
 #include <trireme/comm/run_together.h>
+#include <trireme/memory/snapshot.h>
+#include <trireme/saving/checksum.h>
+#include <trireme/saving/chunk_hasher.h>
+#include <trireme/saving/chunk_plan.h>
 #include <trireme/saving/content_text.h>
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
 #include <exception>
+#include <nlohmann/json.hpp>
+#include <optional>
 #include <set>
+#include <string_view>
 #include <utility>
 
 // See [Note: saving and loading without gathering] in checkpoint.h.
@@ -20,7 +27,7 @@ namespace {
 struct Agreed {
   std::string save;
   std::map<std::string, std::vector<SafetensorsEntry>> tensors;  // by kind
-  std::map<std::string, std::set<std::string>> own;              // this rank's, by kind
+  std::map<std::string, WrittenParts> parts;                     // who writes what, by kind
   std::map<std::string, std::string> texts;
 };
 
@@ -43,8 +50,8 @@ class Merge {
     }
   }
 
-  // Returns the names of the tensors that this rank writes.
-  const std::set<std::string>& own() const { return own_; }
+  // Returns who writes what.
+  const WrittenParts& parts() const { return parts_; }
 
   std::vector<SafetensorsEntry> finish() {
     for (const SafetensorsEntry& entry : entries_) {
@@ -68,7 +75,7 @@ class Merge {
   void add_part(Known& known, const TensorBox& part, const SafetensorsEntry& entry, size_t rank) {
     if (!known.parts.insert(part).second) return;  // a lower rank has the same
     known.numel += part.numel();
-    if (rank == static_cast<size_t>(where_.rank)) own_.insert(entry.name);
+    parts_[entry.name].push_back({static_cast<int64_t>(rank), part});
   }
 
   void refuse(const std::string& got) const {
@@ -79,7 +86,7 @@ class Merge {
   RankOf where_;
   std::vector<SafetensorsEntry> entries_;
   std::map<std::string, Known> known_;
-  std::set<std::string> own_;
+  WrittenParts parts_;
 };
 
 Agreed agree(const CheckpointContent& content, const CheckpointRanks& ranks) {
@@ -92,27 +99,154 @@ Agreed agree(const CheckpointContent& content, const CheckpointRanks& ranks) {
       merged.try_emplace(kind, ranks.where()).first->second.add(places, rank);
   for (auto& [kind, tensors] : merged) {
     agreed.tensors[kind] = tensors.finish();
-    agreed.own[kind] = tensors.own();
+    agreed.parts[kind] = tensors.parts();
   }
   agreed.texts = merge_texts(all, ranks.where());
   return agreed;
 }
 
-using TensorsByName = std::map<std::string, const CheckpointTensor*>;
+// A tensor of which this rank writes a part, and its place in the content.
+struct TensorToWrite {
+  const CheckpointTensor* tensor;
+  size_t index;
+};
+using TensorsByName = std::map<std::string, TensorToWrite>;
 
-void write_parts(const CheckpointFiles& files, const TensorsByName& by_name,
-                 const std::string& folder, RankOf where) {
-  for (const auto& [name, header] : files.files) {
-    const auto file = SafetensorsFile::open_to_write(folder + "/" + name, header, where);
-    bool has_written = false;
-    for (const SafetensorsEntry& entry : header.entries) {
-      const auto found = by_name.find(entry.name);
-      if (found == by_name.end()) continue;
-      file.write(entry, found->second->part);
-      has_written = true;
-    }
-    if (has_written || where.rank == 0) file.sync();
+// Which rank hashes what, by file.
+using ChunkPlans = std::map<std::string, ChunkPlan>;
+// Checksums of some chunks, by file and chunk.
+using SomeChecksums = std::map<std::string, std::map<size_t, uint64_t>>;
+
+// Returns the tensors of which this rank writes a part. `first`: the place of the first one in the
+// content.
+TensorsByName tensors_to_write(const std::vector<CheckpointTensor>& tensors, size_t first,
+                               const WrittenParts& parts, RankOf where) {
+  TensorsByName own;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto found = parts.find(tensors[i].name);
+    if (found == parts.end()) continue;
+    if (std::any_of(found->second.begin(), found->second.end(),
+                    [&](const WrittenPart& part) { return part.rank == where.rank; }))
+      own[tensors[i].name] = {&tensors[i], first + i};
   }
+  return own;
+}
+
+ChunkPlans plan_hashing(const SavingPlan& plan, const std::map<std::string, WrittenParts>& parts,
+                        RankOf where) {
+  ChunkPlans plans;
+  for (const auto& [kind, files] : plan.kinds) {
+    const auto found = parts.find(kind);
+    for (const auto& [name, header] : files.files)
+      plans[name] =
+          plan_chunks(header, found == parts.end() ? WrittenParts() : found->second, where.world);
+  }
+  return plans;
+}
+
+// Writes this rank's parts of one save.
+class PartWriting {
+ public:
+  PartWriting(const SaveCheckpointRequest& request, const ChunkPlans& plans, std::string folder,
+              RankOf where)
+      : request_(request), plans_(plans), folder_(std::move(folder)), where_(where) {}
+
+  // Writes the parts of one kind and brings them to the disk.
+  void write(const CheckpointFiles& files, const TensorsByName& by_name) {
+    for (const auto& [name, header] : files.files) {
+      const auto file = SafetensorsFile::open_to_write(folder_ + "/" + name, header, where_);
+      ChunkHasher hasher(plans_.at(name), where_.rank, header.file_bytes);
+      hasher.add(0, header_bytes(header));
+      bool has_written = false;
+      for (const SafetensorsEntry& entry : header.entries) {
+        const auto found = by_name.find(entry.name);
+        if (found == by_name.end()) continue;
+        write(file, entry, found->second, hasher);
+        has_written = true;
+      }
+      if (has_written || where_.rank == 0) file.sync();
+      checksums_[name] = hasher.found();
+    }
+  }
+
+  // Returns the checksums that were found on the way.
+  SomeChecksums& checksums() { return checksums_; }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  void write(const SafetensorsFile& file, const SafetensorsEntry& entry, const TensorToWrite& given,
+             ChunkHasher& hasher) {
+    const TensorPart& part = given.tensor->part;
+    bytes_ += static_cast<int64_t>(part.values.nbytes());
+    if (request_.snapshot == nullptr) return file.write(entry, part, &hasher);
+    const bool is_whole =
+        request_.snapshot->read(given.index, [&](int64_t begin, std::string_view bytes) {
+          expect_not_given_up();
+          file.write_some(entry, part, begin, bytes, &hasher);
+        });
+    TORCH_CHECK(is_whole, error_text("saving",
+                                     "'" + entry.name +
+                                         "' was written while it was being saved, and not by a "
+                                         "step, a load or writing(): the values of the moment of "
+                                         "the call are lost",
+                                     where_, "Wait for the save before such writes."));
+  }
+
+  void expect_not_given_up() const {
+    TORCH_CHECK(request_.is_given_up == nullptr || !*request_.is_given_up,
+                error_text("saving", "the save to '" + request_.path + "' was given up", where_,
+                           "The checkpoint before it is still there."));
+  }
+
+  const SaveCheckpointRequest& request_;
+  const ChunkPlans& plans_;
+  std::string folder_;
+  RankOf where_;
+  SomeChecksums checksums_;
+  int64_t bytes_ = 0;
+};
+
+bool has_shared(const ChunkPlans& plans) {
+  for (const auto& [name, plan] : plans)
+    for (const ChunkPlan::Chunk& chunk : plan.chunks)
+      if (chunk.is_shared) return true;
+  return false;
+}
+
+// Adds the checksums of this rank's chunks that it has not found while it wrote.
+void hash_files(const SavingPlan& plan, const ChunkPlans& plans, const std::string& folder,
+                RankOf where, SomeChecksums& checksums) {
+  for (const auto& [kind, files] : plan.kinds) {
+    for (const auto& [name, header] : files.files) {
+      std::optional<SafetensorsFile> file;
+      const std::vector<ChunkPlan::Chunk>& chunks = plans.at(name).chunks;
+      for (size_t chunk = 0; chunk < chunks.size(); ++chunk) {
+        if (chunks[chunk].rank != where.rank || !chunks[chunk].is_shared) continue;
+        if (!file) file = SafetensorsFile::open_to_write(folder + "/" + name, header, where);
+        const int64_t begin = static_cast<int64_t>(chunk) * kChunkBytes;
+        checksums[name][chunk] =
+            file->checksum(begin, std::min(begin + kChunkBytes, header.file_bytes));
+      }
+    }
+  }
+}
+
+// Returns the checksums of all chunks. Collective.
+ChunkChecksums gather_checksums(const SomeChecksums& own, const ChunkPlans& plans,
+                                const CheckpointRanks& ranks) {
+  ChunkChecksums all;
+  for (const auto& [name, plan] : plans) all[name].resize(plan.chunks.size());
+  size_t missing = 0;
+  for (const auto& [name, checksums] : all) missing += checksums.size();
+  for (const std::string& text : gather_texts(nlohmann::json(own).dump(), ranks)) {
+    const auto theirs = nlohmann::json::parse(text).get<SomeChecksums>();
+    for (const auto& [name, checksums] : theirs) {
+      for (const auto& [chunk, checksum] : checksums) all.at(name).at(chunk) = checksum;
+      missing -= checksums.size();
+    }
+  }
+  TORCH_INTERNAL_ASSERT(missing == 0);
+  return all;
 }
 
 }  // namespace
@@ -156,7 +290,7 @@ void together(const CheckpointRanks& ranks, const std::function<void()>& work) {
   TORCH_CHECK(false, text);
 }
 
-void save_checkpoint(const SaveCheckpointRequest& request, const CheckpointRanks& ranks) {
+int64_t save_checkpoint(const SaveCheckpointRequest& request, const CheckpointRanks& ranks) {
   const RankOf where = ranks.where();
   Agreed agreed = agree(request.content, ranks);
   SavingPlan plan;
@@ -166,7 +300,9 @@ void save_checkpoint(const SaveCheckpointRequest& request, const CheckpointRanks
     plan.kinds[kind] =
         plan_checkpoint_files(kind, agreed.save, std::move(tensors), request.max_file_bytes);
 
+  const ChunkPlans chunks = plan_hashing(plan, agreed.parts, where);
   std::unique_ptr<CheckpointFolder> folder;
+  std::optional<PartWriting> writing;
   const bool is_first = where.rank == 0;
   bool has_begun = false;
   try {
@@ -174,22 +310,28 @@ void save_checkpoint(const SaveCheckpointRequest& request, const CheckpointRanks
       folder = std::make_unique<CheckpointFolder>(request.path, where);
       if (is_first) folder->begin(plan);
       has_begun = is_first;
+      writing.emplace(request, chunks, folder->staging(), where);
     });
     together(ranks, [&] {
+      size_t first = 0;
       for (const auto& [kind, tensors] : request.content.tensors) {
-        TensorsByName own;
-        for (const CheckpointTensor& tensor : tensors)
-          if (agreed.own.at(kind).count(tensor.name) > 0) own[tensor.name] = &tensor;
-        write_parts(plan.kinds.at(kind), own, folder->staging(), where);
+        const WrittenParts& parts = agreed.parts.at(kind);
+        writing->write(plan.kinds.at(kind), tensors_to_write(tensors, first, parts, where));
+        first += tensors.size();
       }
     });
+    SomeChecksums& own = writing->checksums();
+    if (has_shared(chunks))
+      together(ranks, [&] { hash_files(plan, chunks, folder->staging(), where, own); });
+    const ChunkChecksums checksums = gather_checksums(own, chunks, ranks);
     together(ranks, [&] {
-      if (is_first) folder->commit(plan);
+      if (is_first) folder->commit(plan, checksums);
     });
   } catch (...) {
     if (has_begun) folder->abandon();
     throw;
   }
+  return writing->bytes();
 }
 
 }  // namespace trireme

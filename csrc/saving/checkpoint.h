@@ -8,6 +8,7 @@
 
 #include <c10/core/Device.h>
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -16,6 +17,8 @@
 #include <vector>
 
 namespace trireme {
+
+class Snapshot;  // memory/snapshot.h
 
 // [Note: saving and loading without gathering]
 //
@@ -58,14 +61,19 @@ struct SaveCheckpointRequest {
   std::string path;
   const CheckpointContent& content;
   int64_t max_file_bytes = int64_t{5'000'000'000};
+  // The values of the parts, in the order of the content, an undefined part as an empty tensor;
+  // null: they are read from the parts.
+  Snapshot* snapshot = nullptr;
+  // Asked while the parts are written; null: never.
+  const std::atomic<bool>* is_given_up = nullptr;
 };
 
-// Saves a checkpoint, which replaces the one at `path` in one step at the end. Collective: a few
-// small gathers; each rank writes its parts once and waits for the disk. Throws ValueError for
-// content that cannot be saved, c10::Error for system errors; the previous checkpoint is loadable
-// then.
-TRIREME_API void save_checkpoint(const SaveCheckpointRequest& request,
-                                 const CheckpointRanks& ranks);
+// Saves a checkpoint, which replaces the one at `path` in one step at the end, and returns the
+// bytes of tensors that this rank has written. Collective: a few small gathers; each rank writes
+// its parts once and waits for the disk. Throws ValueError for content that cannot be saved,
+// c10::Error for system errors; the previous checkpoint is loadable then.
+TRIREME_API int64_t save_checkpoint(const SaveCheckpointRequest& request,
+                                    const CheckpointRanks& ranks);
 
 // Returns "Float of sizes [2, 3]".
 std::string describe(at::ScalarType dtype, at::IntArrayRef sizes);

@@ -1,5 +1,6 @@
 #include <trireme/saving/checkpoint_files.h>
 
+#include <trireme/saving/checksum.h>
 #include <trireme/saving/json_text.h>
 
 #include <c10/util/Exception.h>
@@ -9,7 +10,9 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <sstream>
+#include <string_view>
 #include <system_error>
 #include <utility>
 
@@ -22,6 +25,13 @@ constexpr const char* kIndexSuffix = ".safetensors.index.json";
 constexpr const char* kFileSuffix = ".safetensors";
 constexpr const char* kOurs = "trireme";
 constexpr const char* kOtherBytes = "other_file_bytes";
+constexpr const char* kChunkSize = "chunk_bytes";
+constexpr const char* kChecksums = "chunk_checksums";
+constexpr const char* kOtherChecksums = "other_file_checksums";
+// How a text ends that has a checksum of itself: the last member of the last object.
+constexpr std::string_view kTailBegin = ",\n      \"checksum\": \"";
+constexpr std::string_view kTailEnd = "\"\n    }\n  }\n}\n";
+constexpr size_t kDigits = 16;
 
 using BytesByFile = std::map<std::string, int64_t>;
 
@@ -37,8 +47,45 @@ BytesByFile bytes_of(const CheckpointFiles& files) {
   return bytes;
 }
 
+using Ordered = nlohmann::ordered_json;
+
+// Adds the checksums of the files of an index to its metadata.
+void add_checksums(const CheckpointFiles& files, const ChunkChecksums& checksums, Ordered& ours) {
+  if (checksums.empty()) return;
+  ours[kChunkSize] = kChunkBytes;
+  Ordered& by_file = ours[kChecksums] = Ordered::object();
+  for (const auto& [name, header] : files.files) {
+    Ordered& texts = by_file[name] = Ordered::array();
+    for (const uint64_t checksum : checksums.at(name)) texts.push_back(checksum_text(checksum));
+  }
+}
+
+// Returns the text of an index with a checksum of itself.
+std::string with_own_checksum(const std::string& text) {
+  const size_t end = text.size() - (kTailEnd.size() - 1);  // without the quote
+  std::string whole = text.substr(0, end);
+  whole.append(kTailBegin).append(checksum_text(checksum_of(text))).append(kTailEnd);
+  return whole;
+}
+
+// Returns the checksum at the end of an index's text; nothing if it has none.
+std::optional<uint64_t> own_checksum(std::string_view text) {
+  const size_t tail = kTailBegin.size() + kDigits + kTailEnd.size();
+  if (text.size() < tail || !text.ends_with(kTailEnd)) return std::nullopt;
+  text.remove_prefix(text.size() - tail);
+  if (!text.starts_with(kTailBegin)) return std::nullopt;
+  return checksum_from(text.substr(kTailBegin.size(), kDigits));
+}
+
+// Returns whether an index's text, which ends with a checksum of itself, is the one that was saved.
+bool is_as_saved(const std::string& text, uint64_t checksum) {
+  const size_t tail = kTailBegin.size() + kDigits + kTailEnd.size();
+  return checksum_of(text.substr(0, text.size() - tail) + std::string(kTailEnd.substr(1))) ==
+         checksum;
+}
+
 // Returns the text of an index. `ours`: metadata of ours beyond Hugging Face's.
-std::string index_text(const CheckpointFiles& files, nlohmann::ordered_json ours) {
+std::string index_text(const CheckpointFiles& files, Ordered ours) {
   int64_t total_bytes = 0;
   std::map<std::string, std::string> weight_map;
   for (const auto& [name, header] : files.files) {
@@ -46,10 +93,10 @@ std::string index_text(const CheckpointFiles& files, nlohmann::ordered_json ours
     for (const SafetensorsEntry& entry : header.entries)
       weight_map[to_safetensors_name(entry.name)] = name;
   }
-  nlohmann::ordered_json index;
-  index["metadata"] = {{"total_size", total_bytes}, {kOurs, std::move(ours)}};
+  Ordered index;
   index["weight_map"] = weight_map;
-  return index.dump(2) + "\n";
+  index["metadata"] = {{"total_size", total_bytes}, {kOurs, std::move(ours)}};
+  return with_own_checksum(index.dump(2) + "\n");
 }
 
 // Returns whether `name` is a file directly in the folder. The file may be a symbolic link: in
@@ -57,6 +104,32 @@ std::string index_text(const CheckpointFiles& files, nlohmann::ordered_json ours
 bool is_in_folder(const std::string& name) {
   return !name.empty() && name != "." && name != ".." && name.find('/') == std::string::npos &&
          name.find('\0') == std::string::npos;
+}
+
+uint64_t parse_checksum(const nlohmann::json& text) {
+  const auto checksum = checksum_from(text.get<std::string>());
+  TORCH_CHECK_VALUE(checksum.has_value(), "a checksum of other digits");
+  return *checksum;
+}
+
+void parse_checksums(const nlohmann::json& ours, CheckpointIndex& index) {
+  if (!ours.contains(kChecksums)) return;
+  index.chunk_bytes = ours.at(kChunkSize).get<int64_t>();
+  for (const auto& [name, texts] : ours.at(kChecksums).items())
+    for (const auto& text : texts) index.checksums[name].push_back(parse_checksum(text));
+  if (!index.names_all) return;
+  for (const auto& [name, text] : ours.at(kOtherChecksums).items())
+    index.other_checksums[name] = parse_checksum(text);
+}
+
+// Returns whether an index has as many checksums as its files have chunks.
+bool has_all_checksums(const CheckpointIndex& index) {
+  if (index.chunk_bytes <= 0) return false;
+  return std::all_of(index.file_bytes.begin(), index.file_bytes.end(), [&](const auto& file) {
+    const auto found = index.checksums.find(file.first);
+    return found != index.checksums.end() &&
+           found->second.size() == count_chunks(file.second, index.chunk_bytes);
+  });
 }
 
 CheckpointIndex parse_index(const std::string& text) {
@@ -74,6 +147,7 @@ CheckpointIndex parse_index(const std::string& text) {
     index.other_bytes = ours.at(kOtherBytes).get<BytesByFile>();
     index.replaces = ours.at("replaces").get<std::string>();
   }
+  parse_checksums(ours, index);
   return index;
 }
 
@@ -105,38 +179,58 @@ CheckpointFiles plan_checkpoint_files(const std::string& kind, const std::string
   return files;
 }
 
-std::map<std::string, std::string> index_texts(const SavingPlan& plan,
-                                               const std::string& replaces) {
+std::map<std::string, std::string> index_texts(const SavingPlan& plan, const std::string& replaces,
+                                               const ChunkChecksums& checksums) {
   std::map<std::string, std::string> texts;
   BytesByFile others;
-  for (const auto& [name, text] : plan.texts) others[name] = static_cast<int64_t>(text.size());
+  std::map<std::string, std::string> other_checksums;
+  const auto add_text = [&](const std::string& name, const std::string& text) {
+    others[name] = static_cast<int64_t>(text.size());
+    other_checksums[name] = checksum_text(checksum_of(text));
+  };
+  for (const auto& [name, text] : plan.texts) add_text(name, text);
   for (const auto& [kind, files] : plan.kinds) {
     if (kind == kModelTensors) continue;
     const std::string name = index_name(kind);
-    texts[name] = index_text(files, {{"save", files.save}, {"file_bytes", bytes_of(files)}});
-    others[name] = static_cast<int64_t>(texts[name].size());
+    Ordered ours{{"save", files.save}, {"file_bytes", bytes_of(files)}};
+    add_checksums(files, checksums, ours);
+    texts[name] = index_text(files, std::move(ours));
+    add_text(name, texts[name]);
     others.merge(bytes_of(files));
   }
   const CheckpointFiles& model = plan.kinds.at(kModelTensors);
-  texts[index_name(kModelTensors)] = index_text(model, {{"save", model.save},
-                                                        {"replaces", replaces},
-                                                        {"file_bytes", bytes_of(model)},
-                                                        {kOtherBytes, others}});
+  Ordered ours{{"save", model.save},
+               {"replaces", replaces},
+               {"file_bytes", bytes_of(model)},
+               {kOtherBytes, others}};
+  add_checksums(model, checksums, ours);
+  if (!checksums.empty()) ours[kOtherChecksums] = other_checksums;
+  texts[index_name(kModelTensors)] = index_text(model, std::move(ours));
   return texts;
 }
 
-CheckpointIndex read_index(const std::string& path, RankOf where) {
+CheckpointIndex read_index(const std::string& path, RankOf where, Verify verify) {
   const std::string text = read_json_file(path, where);
   const auto refuse = [&](const std::string& got) {
     TORCH_CHECK_VALUE(false, error_text("saving", "got " + got, where,
                                         "Restore the file, or load another checkpoint."));
   };
+  const auto refuse_changed = [&] {
+    refuse("an index in '" + path + "' whose bytes are not those that were saved");
+  };
+  const auto own = own_checksum(text);
+  if (verify == Verify::kYes && own && !is_as_saved(text, *own)) refuse_changed();
   CheckpointIndex index;
   try {
     index = parse_index(text);
   } catch (const nlohmann::json::exception& error) {
     refuse("no index in '" + path + "': " + error.what());
+  } catch (const c10::ValueError& error) {
+    refuse("no index in '" + path + "': " + error.what_without_backtrace());
   }
+  // One changed byte hides one of the two at most.
+  if (verify == Verify::kYes && index.chunk_bytes != 0 && !(own && has_all_checksums(index)))
+    refuse_changed();
   std::set<std::string> names = file_names(index);
   for (const auto& [tensor, file] : index.weight_map) names.insert(file);
   for (const std::string& name : names)

@@ -2,6 +2,7 @@
 
 #include <trireme/common/error.h>
 #include <trireme/common/export.h>
+#include <trireme/saving/chunk_plan.h>
 #include <trireme/saving/safetensors_file.h>
 
 #include <cstdint>
@@ -23,18 +24,25 @@ namespace trireme {
 //   compression-00001-of-00001.safetensors
 //   rounds.safetensors.index.json        what each worker has between two averages
 //   rounds-00001-of-00001.safetensors    (held_rounds.h)
+//   random.safetensors.index.json        states of random generators, by rank (checkpoints.h)
+//   random-00001-of-00001.safetensors
 //   extra.json                           what the user gave
 //
 // The model's index also has the length of every other file of the folder, so a missing or
 // truncated file is detected before anything is loaded. Every file of tensors names itself and the
-// save that it belongs to, so a file of another checkpoint is detected, too. The tensors' bytes
-// have no checksum: bits that the disk has flipped are not detected. Files of other programs have
-// none of this and are loaded as they are, also a single "model.safetensors" without an index.
+// save that it belongs to, so a file of another checkpoint is detected, too.
+//
+// Every byte of the folder has a checksum. An index has those of its files of tensors, chunk by
+// chunk (chunk_plan.h), the model's also one of every other JSON file; and each index ends with one
+// of its own text without that member. Folders that were saved without checksums are loaded as they
+// are. Files of other programs have none of this, also a single "model.safetensors" without an
+// index.
 
 // All kinds of tensors.
 constexpr const char* kModelTensors = "model";
 constexpr const char* kOptimizerTensors = "optimizer";
 constexpr const char* kCompressionTensors = "compression";  // what codes of gradients left out
+constexpr const char* kRandomTensors = "random";            // states of random generators, by rank
 constexpr const char* kTableTensors = "tables";  // a parameter server's state beside the values
 // All texts.
 constexpr const char* kOptimizerText = "optimizer.json";
@@ -60,22 +68,32 @@ struct SavingPlan {
 };
 
 // Returns the JSON texts of the indexes, by file name. The model's index names all files, and
-// `replaces`, the save that this one replaces; empty: none.
+// `replaces`, the save that this one replaces; empty: none. `checksums` are those of all files of
+// tensors; empty: not known yet.
 TRIREME_API std::map<std::string, std::string> index_texts(const SavingPlan& plan,
-                                                           const std::string& replaces);
+                                                           const std::string& replaces,
+                                                           const ChunkChecksums& checksums);
 
 // The content of an index. Its file names are all in the index's folder.
 struct CheckpointIndex {
   std::string save;                               // empty: written by another program
   std::map<std::string, std::string> weight_map;  // file by tensor
   std::map<std::string, int64_t> file_bytes;      // key: file; empty: written by another program
+  int64_t chunk_bytes = 0;                        // 0: saved without checksums
+  ChunkChecksums checksums;                       // of its files of tensors
   // Only the model's index has the members below.
   bool names_all = false;
-  std::map<std::string, int64_t> other_bytes;  // key: every other file of the folder
-  std::string replaces;                        // the save that was there before; empty: none
+  std::map<std::string, int64_t> other_bytes;       // key: every other file of the folder
+  std::map<std::string, uint64_t> other_checksums;  // those of JSON files
+  std::string replaces;                             // the save that was there before; empty: none
 };
-// Throws ValueError for a file that is no index, or one that names files outside of its folder.
-TRIREME_API CheckpointIndex read_index(const std::string& path, RankOf where);
+// Whether bytes are compared with their checksums, where there are any.
+enum class Verify : uint8_t { kNo, kYes };
+
+// Throws ValueError for a file that is no index, or one that names files outside of its folder, or
+// whose text is not the one that was saved.
+TRIREME_API CheckpointIndex read_index(const std::string& path, RankOf where,
+                                       Verify verify = Verify::kYes);
 
 TRIREME_API std::string index_name(const std::string& kind);
 

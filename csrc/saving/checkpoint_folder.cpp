@@ -1,5 +1,7 @@
 #include <trireme/saving/checkpoint_folder.h>
 
+#include <trireme/saving/disk_room.h>
+
 #include <c10/util/Exception.h>
 
 #include <cerrno>
@@ -105,11 +107,12 @@ void CheckpointFolder::begin(const SavingPlan& plan) {
   }
 }
 
-void CheckpointFolder::commit(const SavingPlan& plan) {
-  for (const auto* texts : {&plan.texts, &std::as_const(indexes_)})
+void CheckpointFolder::commit(const SavingPlan& plan, const ChunkChecksums& checksums) {
+  const auto indexes = index_texts(plan, previous_, checksums);
+  for (const auto* texts : {&plan.texts, &indexes})
     for (const auto& [name, text] : *texts)
       if (name != model_index()) write_text(name, text);
-  write_text(model_index(), indexes_.at(model_index()));  // last: it exists only once all files do
+  write_text(model_index(), indexes.at(model_index()));  // last: it exists only once all files do
   try {
     sync_folder(staging_);
     check_path();  // another process may have put something there
@@ -128,6 +131,15 @@ void CheckpointFolder::abandon() const noexcept {
   try {
     if (moved_away().empty()) remove(staging_);
   } catch (const std::exception&) {  // Another error is on its way, and the next save tries again.
+  }
+}
+
+void CheckpointFolder::remove_checkpoint() const {
+  try {
+    check_path();
+    remove(path_);
+  } catch (const std::system_error& error) {
+    fail("remove '" + path_ + "'", error.code().value());
   }
 }
 
@@ -215,9 +227,9 @@ void CheckpointFolder::clear() const {
 
 void CheckpointFolder::make(const SavingPlan& plan) {
   const auto previous = index_at(path_ + "/" + model_index());
-  indexes_ = index_texts(plan, previous ? previous->save : "");
+  previous_ = previous ? previous->save : "";
   fs::create_directories(staging_);
-  write_text(index_in_the_making(), indexes_.at(model_index()));
+  write_text(index_in_the_making(), index_texts(plan, previous_, {}).at(model_index()));
   sync_folder(staging_);
   for (const auto& [kind, files] : plan.kinds)
     for (const auto& [name, header] : files.files)
@@ -266,7 +278,8 @@ void CheckpointFolder::write_text(const std::string& name, const std::string& te
   }
   if (error == 0 && ::fsync(descriptor) != 0) error = errno;
   ::close(descriptor);
-  if (error != 0) fail("write '" + path + "'", error);
+  if (error != 0)
+    fail("write '" + path + "'", error, disk_room(path, static_cast<int64_t>(text.size())));
 }
 
 void CheckpointFolder::sync_folder(const std::string& folder) const {
@@ -279,9 +292,10 @@ void CheckpointFolder::sync_folder(const std::string& folder) const {
   if (result != 0 && error != EINVAL) throw std::system_error(error, std::generic_category());
 }
 
-void CheckpointFolder::fail(const std::string& doing, int error) const {
-  TORCH_CHECK(false, error_text("saving", "cannot " + doing + ": " + std::strerror(error), where_,
-                                "See that the folder around it can be written and has room."));
+void CheckpointFolder::fail(const std::string& doing, int error, const std::string& more) const {
+  TORCH_CHECK(false,
+              error_text("saving", "cannot " + doing + ": " + std::strerror(error) + more, where_,
+                         "See that the folder around it can be written and has room."));
 }
 
 }  // namespace trireme

@@ -59,9 +59,12 @@ class TRIREME_API CheckpointFolder {
   // files in their place, a path at which something other than a checkpoint lies, and the working
   // directory of this process, which would be deleted. On an error nothing is left behind.
   void begin(const SavingPlan& plan);
-  // Writes texts and indexes, and makes the folder the checkpoint.
-  void commit(const SavingPlan& plan);
+  // Writes texts and indexes, and makes the folder the checkpoint. `checksums` are those of all
+  // files of tensors.
+  void commit(const SavingPlan& plan, const ChunkChecksums& checksums);
   void abandon() const noexcept;
+  // Deletes the checkpoint, if all that lies there is one that a save has written.
+  void remove_checkpoint() const;
 
  private:
   using Names = std::set<std::string>;  // files of ours; empty: none
@@ -76,14 +79,14 @@ class TRIREME_API CheckpointFolder {
   void take_place() const;
   void write_text(const std::string& name, const std::string& text) const;
   void sync_folder(const std::string& folder) const;
-  [[noreturn]] void fail(const std::string& doing, int error) const;
+  [[noreturn]] void fail(const std::string& doing, int error, const std::string& more = {}) const;
 
   std::string path_;
   std::string staging_;
   std::string replaced_;
   RankOf where_;
   bool can_exchange_;
-  std::map<std::string, std::string> indexes_ = {};  // texts of the indexes, by file name
+  std::string previous_ = {};  // the save that this one replaces; empty: none
 };
 
 }  // namespace trireme

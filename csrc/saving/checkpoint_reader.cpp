@@ -2,6 +2,8 @@
 
 #include <trireme/comm/agree.h>
 #include <trireme/common/error.h>
+#include <trireme/kernels/cpu/parallel.h>
+#include <trireme/saving/checksum.h>
 #include <trireme/saving/content_text.h>
 #include <trireme/saving/held_rounds.h>
 #include <trireme/saving/part_exchange.h>
@@ -9,6 +11,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <set>
 #include <unordered_map>
@@ -79,8 +82,9 @@ std::vector<CheckpointTensor> parts_at(const std::vector<TensorPlace>& places,
 
 }  // namespace
 
-CheckpointReader::CheckpointReader(const std::string& path, CheckpointRanks ranks, bool reads_once)
-    : CheckpointSource(std::move(ranks)), reads_once_(reads_once) {
+CheckpointReader::CheckpointReader(const std::string& path, CheckpointRanks ranks,
+                                   const ReadOptions& options)
+    : CheckpointSource(std::move(ranks)), options_(options) {
   together(ranks_, [&] {
     const CheckpointPlace place = find_checkpoint(path, ranks_.where());
     folder_ = place.folder;
@@ -98,22 +102,36 @@ void CheckpointReader::open_all(const CheckpointPlace& place) {
   if (!place.file.empty()) return open(kModelTensors, index_of_one(place.file));
   if (!is_there(name) && is_there(only)) return open(kModelTensors, index_of_one(only));
 
-  const CheckpointIndex model = read_index(folder_ + "/" + name, ranks_.where());
+  const CheckpointIndex model = read_index(folder_ + "/" + name, ranks_.where(), options_.verify);
   open(kModelTensors, model);
   check_others(model);
   const auto belongs = [&](const std::string& other) {
     return model.names_all ? model.other_bytes.count(other) > 0 : is_there(other);
   };
-  for (const char* kind : {kOptimizerTensors, kCompressionTensors, kRoundsTensors, kTableTensors}) {
+  for (const char* kind :
+       {kOptimizerTensors, kCompressionTensors, kRoundsTensors, kRandomTensors, kTableTensors}) {
     const std::string other = index_name(kind);
     if (!belongs(other)) continue;
-    const CheckpointIndex index = read_index(folder_ + "/" + other, ranks_.where());
+    text_at(other, model);
+    const CheckpointIndex index =
+        read_index(folder_ + "/" + other, ranks_.where(), options_.verify);
     if (index.save != model.save)
       refuse("'" + other + "' of another save in '" + folder_ + "'", kRestore);
     open(kind, index);
   }
   for (const char* text : {kOptimizerText, kExtraText})
-    if (belongs(text)) texts_[text] = read_json_file(folder_ + "/" + text, ranks_.where());
+    if (belongs(text)) texts_[text] = text_at(text, model);
+}
+
+// Returns the text of a JSON file, compared with its checksum.
+std::string CheckpointReader::text_at(const std::string& name, const CheckpointIndex& model) const {
+  std::string text = read_json_file(folder_ + "/" + name, ranks_.where());
+  const auto saved = model.other_checksums.find(name);
+  if (options_.verify == Verify::kYes && saved != model.other_checksums.end() &&
+      saved->second != checksum_of(text))
+    refuse("a text in '" + folder_ + "/" + name + "' whose bytes are not those that were saved",
+           kRestore);
+  return text;
 }
 
 // Makes an index for a single file that another program wrote without one.
@@ -146,6 +164,7 @@ int64_t CheckpointReader::bytes_of(const std::string& name, const std::string& h
 void CheckpointReader::open(const std::string& kind, const CheckpointIndex& index) {
   Kind opened;
   opened.save = index.save;
+  opened.chunk_bytes = index.chunk_bytes;
   std::map<std::string, int64_t> names = index.file_bytes;
   for (const auto& [tensor, name] : index.weight_map) names.try_emplace(name, -1);
   for (const auto& [name, expected] : names) {
@@ -156,12 +175,25 @@ void CheckpointReader::open(const std::string& kind, const CheckpointIndex& inde
       refuse(std::to_string(bytes) + " bytes in '" + path + holding + ", expected " +
                  std::to_string(expected),
              kRestore);
-    take_file(opened, index, SafetensorsFile::open(path, ranks_.where()), name);
+    take_file(opened, index, open_file(name, index), name);
   }
   for (const auto& [tensor, name] : index.weight_map)
     if (opened.tensors.count(tensor) == 0)
       refuse("no '" + tensor + "' in '" + name + "', where the index has it", kRestore);
   kinds_[kind] = std::move(opened);
+}
+
+// Opens a file of tensors. Where it has checksums, a header that cannot be read is a damaged one.
+SafetensorsFile CheckpointReader::open_file(const std::string& name,
+                                            const CheckpointIndex& index) const {
+  try {
+    return SafetensorsFile::open(folder_ + "/" + name, ranks_.where());
+  } catch (const c10::ValueError& error) {
+    if (index.chunk_bytes == 0) throw;
+    refuse("a damaged header in '" + folder_ + "/" + name + "', which holds " +
+               held_by(name, index) + ": " + error.what_without_backtrace(),
+           kRestore);
+  }
 }
 
 void CheckpointReader::take_file(Kind& opened, const CheckpointIndex& index, SafetensorsFile file,
@@ -174,6 +206,9 @@ void CheckpointReader::take_file(Kind& opened, const CheckpointIndex& index, Saf
                  held_by(name, index) + ": " + found + ", expected " + index.save + "/" + name,
              kRestore);
   }
+  const auto checksums = index.checksums.find(name);
+  opened.checksums.push_back(checksums == index.checksums.end() ? std::vector<uint64_t>()
+                                                                : checksums->second);
   const std::vector<SafetensorsEntry>& entries = file.header().entries;
   for (size_t i = 0; i < entries.size(); ++i) {
     const SafetensorsEntry& entry = entries[i];
@@ -209,9 +244,63 @@ std::string CheckpointReader::text(const std::string& name) const {
   return found == texts_.end() ? "" : found->second;
 }
 
+void CheckpointReader::verify(const std::vector<std::string>& kinds) const {
+  if (options_.verify == Verify::kNo) return;
+  const std::vector<Chunk> chunks = chunks_of(kinds);
+  const RankOf where = ranks_.where();
+  const auto count = static_cast<int64_t>(chunks.size());
+  const int64_t first = count * where.rank / where.world;
+  const int64_t end = count * (where.rank + 1) / where.world;
+  together(ranks_, [&] {
+    cpu::for_ranges(
+        end - first,
+        [&](int64_t begin, int64_t stop) {
+          for (int64_t i = begin; i < stop; ++i)
+            check_chunk(chunks[static_cast<size_t>(first + i)]);
+        },
+        /*grain=*/1);
+  });
+}
+
+std::vector<CheckpointReader::Chunk> CheckpointReader::chunks_of(
+    const std::vector<std::string>& kinds) const {
+  std::vector<Chunk> chunks;
+  for (const std::string& kind : kinds) {
+    const auto found = kinds_.find(kind);
+    if (found == kinds_.end() || found->second.chunk_bytes == 0) continue;
+    const Kind& opened = found->second;
+    for (size_t i = 0; i < opened.files.size(); ++i) {
+      int64_t begin = 0;
+      for (const uint64_t checksum : opened.checksums[i]) {
+        const int64_t end =
+            std::min(begin + opened.chunk_bytes, opened.files[i].header().file_bytes);
+        chunks.push_back({&opened.files[i], begin, end, checksum});
+        begin = end;
+      }
+    }
+  }
+  return chunks;
+}
+
+void CheckpointReader::check_chunk(const Chunk& chunk) const {
+  if (chunk.file->checksum(chunk.begin, chunk.end) == chunk.checksum) return;
+  const SafetensorsHeader& header = chunk.file->header();
+  std::string tensor = "its header";
+  for (const SafetensorsEntry& entry : header.entries) {
+    const int64_t begin = header.bytes + entry.begin;
+    if (begin >= chunk.end || begin + entry.bytes() <= chunk.begin) continue;
+    tensor = "'" + entry.name + "'";
+    break;
+  }
+  refuse("other bytes in '" + chunk.file->path() + "' than were saved, in bytes " +
+             std::to_string(chunk.begin) + " to " + std::to_string(chunk.end) + ", which hold " +
+             tensor,
+         kRestore);
+}
+
 void CheckpointReader::read(const std::string& kind,
                             const std::vector<CheckpointTensor>& tensors) const {
-  if (reads_once_ && ranks_.where().world > 1) return read_once(kind, tensors);
+  if (options_.once && ranks_.where().world > 1) return read_once(kind, tensors);
   together(ranks_, [&] {
     for (const CheckpointTensor& tensor : tensors) check_one(kind, tensor);
     read_own(kind, tensors);

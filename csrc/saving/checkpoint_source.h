@@ -23,6 +23,11 @@ class TRIREME_API CheckpointSource {
   // Returns kOptimizerText or kExtraText, a JSON object; empty if there is none.
   virtual std::string text(const std::string& name) const = 0;
 
+  // Compares the bytes of all tensors of these kinds with their checksums, where it has any. To be
+  // called before anything is changed. Collective, with the same kinds on all ranks; throws
+  // ValueError naming a file and a tensor.
+  virtual void verify(const std::vector<std::string>& /*kinds*/) const {}
+
   // Checks that the `tensors` of all ranks together are its tensors, whatever their parts.
   // Collective; throws ValueError naming a tensor that is missing, that no rank has, or that has
   // another dtype or shape.

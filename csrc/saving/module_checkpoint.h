@@ -2,6 +2,7 @@
 
 #include <trireme/comm/communicator.h>
 #include <trireme/common/export.h>
+#include <trireme/saving/pending_save.h>
 
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
@@ -25,6 +26,8 @@ struct SaveCheckpointOptions {
   // The LocalSGD or DiLoCo that steps the optimizer, which must be given then. Parameters are saved
   // as all workers have agreed on them, and beside them what each worker has, also in mid-round.
   HoldsRounds* rounds = nullptr;
+  // Whether the call returns at once, and the save goes on beside training; see below.
+  bool asynchronous = false;
 };
 
 struct LoadCheckpointOptions {
@@ -39,6 +42,9 @@ struct LoadCheckpointOptions {
   // it goes on bit for bit; with others all begin where workers had agreed, and the state of the
   // optimizer is fresh.
   HoldsRounds* rounds = nullptr;
+  // Whether all bytes are compared with their checksums before anything is changed. Of a checkpoint
+  // without checksums nothing is compared. The same on all ranks.
+  bool verify = true;
 };
 
 // Keeps the parameters and buffers of a module and the state of its optimizer, in the files that
@@ -65,11 +71,24 @@ struct LoadCheckpointOptions {
 // learning rate scheduler keeps its counts itself: put them into `extra`.
 //
 // Collective. Errors are thrown on all ranks: ValueError for content that cannot be saved, for an
-// incomplete checkpoint, or for one of another module or optimizer (nothing is changed then);
-// c10::Error for errors of the system. A failed save leaves the previous checkpoint; a disk that
-// fails while values are read leaves module and optimizer half loaded.
-TRIREME_API void save_checkpoint(const std::string& path, const torch::nn::Module& module,
-                                 const SaveCheckpointOptions& options = {});
+// incomplete checkpoint, for one whose bytes are not those that were saved, or for one of another
+// module or optimizer (nothing is changed then); c10::Error for errors of the system. A failed save
+// leaves the previous checkpoint; a disk that fails while values are read leaves module and
+// optimizer half loaded.
+//
+// With `asynchronous` the call notes what is to be saved, copies buffers, and returns; a thread
+// writes the rest from the memory of the parameters and states while the next steps run. What is
+// saved is the moment of the call. A write that comes before that is finished has what was not
+// written yet copied first: steps by trireme::step(), by the optimizers of trireme::optim and by
+// ZeroRedundancyOptimizer, writing(), load_checkpoint(). A write of another kind (a step of a
+// torch::optim optimizer by its own step(), p.mul_()) is found, and the save fails, naming the
+// tensor; one through set_data() or .data() is not. wait() of the result returns when the
+// checkpoint is durable, and throws what a synchronous save throws. One save is in flight: the next
+// one waits for it, and throws its error if nobody has fetched it. Context::shutdown() and the end
+// of the program wait, too. Where the group can make no second communicator the save is
+// synchronous, which is said once.
+TRIREME_API PendingSave save_checkpoint(const std::string& path, const torch::nn::Module& module,
+                                        const SaveCheckpointOptions& options = {});
 
 // Returns the text of `extra`; empty if there is none. Shards may be written until the next forward
 // or unshard().

@@ -2,6 +2,8 @@
 
 #include <trireme/comm/launch/launch.h>
 #include <trireme/common/error.h>
+#include <trireme/memory/snapshot.h>
+#include <trireme/optim/write_gate.h>
 #include <trireme/saving/held_parts.h>
 #include <trireme/saving/optimizer_state.h>
 #include <trireme/saving/saved_codes.h>
@@ -89,15 +91,36 @@ bool has_stages(const torch::nn::Module* module) {
   return dynamic_cast<const HoldsStages*>(module) != nullptr;
 }
 
+bool trains_any(const torch::nn::Module& plain) {
+  const std::vector<at::Tensor> all = plain.parameters();
+  return std::any_of(all.begin(), all.end(),
+                     [](const at::Tensor& it) { return it.requires_grad(); });
+}
+
 // Returns whether any rank has an optimizer. Collective. Throws ValueError on all ranks if one has
 // an optimizer and another one, with parameters to train, none.
 bool some_rank_has_optimizer(const TrainedModule& trained, const CheckpointRanks& ranks) {
-  const std::vector<at::Tensor> all = trained.module == nullptr
-                                          ? std::vector<at::Tensor>()
-                                          : plain_module(*trained.module).parameters();
-  const bool trains =
-      std::any_of(all.begin(), all.end(), [](const at::Tensor& it) { return it.requires_grad(); });
+  const bool trains = trained.module != nullptr && trains_any(plain_module(*trained.module));
   return some_rank_has_optimizer(trained.optimizer != nullptr, trains, ranks);
+}
+
+void copy_all(std::vector<CheckpointTensor>& tensors) {
+  for (CheckpointTensor& tensor : tensors)
+    if (tensor.part.values.defined()) tensor.part.values = tensor.part.values.clone();
+}
+
+// Copies the buffers in a content, and the rows of parameters that other ranks step, too: those of
+// a sharded optimizer that is not saved.
+void copy_written(const torch::nn::Module& module, const HeldParts& parts,
+                  CheckpointContent& content) {
+  std::set<std::string> names;
+  for (const auto& item : module.named_buffers()) names.insert(name_in_whole(module, item.key()));
+  for (const auto& item : module.named_parameters())
+    if (part_of(parts, item.value()) == nullptr && gate_of(item.value()) != nullptr)
+      names.insert(name_in_whole(module, item.key()));
+  for (CheckpointTensor& tensor : content.tensors.at(kModelTensors))
+    if (names.count(tensor.name) > 0 && tensor.part.values.defined())
+      tensor.part.values = tensor.part.values.clone();
 }
 
 // Adds the names of all ranks' parameters to `names`, by group. Collective.
@@ -215,7 +238,10 @@ HeldParts held_parts_in(const torch::nn::Module& module, const torch::optim::Opt
 
 void write_held_parts(const TrainedModule& trained, const std::function<void()>& write) {
   std::vector<HoldsParts*> holders;
-  if (trained.module != nullptr) find_holders(*trained.module, holders);
+  if (trained.module != nullptr) {
+    keep_snapshots_of(written_with(trained));
+    find_holders(*trained.module, holders);
+  }
   if (auto* sharded = dynamic_cast<HoldsParts*>(trained.optimizer)) holders.push_back(sharded);
   std::vector<HoldsParts*> begun;
   try {
@@ -247,22 +273,47 @@ CheckpointRanks ranks_of(std::shared_ptr<Communicator> communicator,
   return {std::move(communicator), device};
 }
 
-CheckpointContent content_to_save(const TrainedModule& trained, const CheckpointRanks& ranks) {
+CheckpointContent content_of_rank(const TrainedModule& trained, RankOf where,
+                                  WrittenBeside written) {
   const torch::nn::Module& plain = plain_module(*trained.module);
-  const RankOf where = ranks.where();
   CheckpointContent content;
-  if (has_stages(&plain)) some_rank_has_optimizer(trained, ranks);
-  together(ranks, [&] {
-    const HeldParts parts = held_parts_in(plain, trained.optimizer);
-    content.tensors[kModelTensors] = tensors_of(plain, parts, where, /*loads=*/false);
-    add_optimizer(trained, parts, where, where, content);
-  });
+  const HeldParts parts = held_parts_in(plain, trained.optimizer);
+  content.tensors[kModelTensors] = tensors_of(plain, parts, where, /*loads=*/false);
+  if (written == WrittenBeside::kCopied) copy_written(plain, parts, content);
+  add_optimizer(trained, parts, where, where, content);
   if (!holds_codes(trained)) return content;
-  together(ranks, [&] {
-    if (auto codes = codes_to_save(codes_of(trained)))
-      content.tensors[kCompressionTensors] = std::move(*codes);
-  });
+  if (auto codes = codes_to_save(codes_of(trained))) {
+    if (written == WrittenBeside::kCopied) copy_all(*codes);
+    content.tensors[kCompressionTensors] = std::move(*codes);
+  }
   return content;
+}
+
+CheckpointContent content_to_save(const TrainedModule& trained, const CheckpointRanks& ranks) {
+  if (const auto check = check_of_stages(trained)) check(ranks);
+  CheckpointContent content;
+  together(ranks,
+           [&] { content = content_of_rank(trained, ranks.where(), WrittenBeside::kInPlace); });
+  return content;
+}
+
+std::vector<at::Tensor> written_with(const TrainedModule& trained) {
+  std::vector<at::Tensor> tensors = plain_module(*trained.module).parameters();
+  const auto add = [&](const torch::optim::Optimizer& optimizer) {
+    for (const torch::optim::OptimizerParamGroup& group : optimizer.param_groups())
+      tensors.insert(tensors.end(), group.params().begin(), group.params().end());
+  };
+  if (trained.optimizer != nullptr) add(*trained.optimizer);
+  if (auto* sharded = dynamic_cast<ShardedOptimizer*>(trained.optimizer)) add(sharded->stepping());
+  return tensors;
+}
+
+std::function<void(const CheckpointRanks&)> check_of_stages(const TrainedModule& trained) {
+  const torch::nn::Module& plain = plain_module(*trained.module);
+  if (!has_stages(&plain)) return {};
+  const bool has = trained.optimizer != nullptr, trains = trains_any(plain);
+  return
+      [has, trains](const CheckpointRanks& ranks) { some_rank_has_optimizer(has, trains, ranks); };
 }
 
 HeldContent content_held(const TrainedModule& trained, const CheckpointRanks& ranks) {
@@ -292,18 +343,23 @@ void load_content(const CheckpointSource& source, const TrainedModule& trained, 
     if (plain != nullptr) parts = held_parts_in(*plain, trained.optimizer);
     tensors = tensors_to_load(trained, parts, where);
   });
+  const bool has_codes = loaded_on == LoadedOn::kAllRanks && holds_codes(trained);
+  const bool has_state = trained.optimizer != nullptr && trained.loads_state;
+  const bool has_optimizer = asks ? some_rank_has_optimizer(trained, ranks) : has_state;
+  std::vector<std::string> kinds{kModelTensors};
+  if (has_optimizer) kinds.emplace_back(kOptimizerTensors);
+  if (has_codes) kinds.emplace_back(kCompressionTensors);
+  source.verify(kinds);
   source.check(kModelTensors, tensors);
   std::vector<KeptCodes> codes;
-  if (loaded_on == LoadedOn::kAllRanks && holds_codes(trained)) {
+  if (has_codes) {
     together(ranks, [&] {
       codes = codes_of(trained);
       check_codes(codes, source, where);
     });
   }
   std::optional<OptimizerLoading> optimizer;
-  const bool has_state = trained.optimizer != nullptr && trained.loads_state;
-  if (asks ? some_rank_has_optimizer(trained, ranks) : has_state)
-    optimizer.emplace(source, trained, parts, asks, ranks);
+  if (has_optimizer) optimizer.emplace(source, trained, parts, asks, ranks);
   write_held_parts(trained, [&] {
     // Looks up the parts again, since begin_writing() may have moved them.
     source.read(kModelTensors, tensors_to_load(trained, parts, where));

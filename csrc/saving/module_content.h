@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <vector>
 
 namespace trireme {
 
@@ -31,9 +32,25 @@ void write_held_parts(const TrainedModule& trained, const std::function<void()>&
 CheckpointRanks ranks_of(std::shared_ptr<Communicator> communicator,
                          const torch::nn::Module& module);
 
-// Returns what this rank writes. Collective; throws ValueError on all ranks for a module or
-// optimizer that cannot be saved.
+// What becomes of tensors that a forward or a backward writes (buffers, states of codes), or
+// another rank's step: they are listed as they lie, or as copies.
+enum class WrittenBeside : uint8_t { kInPlace, kCopied };
+
+// Returns what this rank writes; throws ValueError for a module or optimizer that cannot be saved.
+// check_of_stages() comes before.
+CheckpointContent content_of_rank(const TrainedModule& trained, RankOf where,
+                                  WrittenBeside written);
+// The same on all ranks: collective, throws on all of them.
 CheckpointContent content_to_save(const TrainedModule& trained, const CheckpointRanks& ranks);
+
+// Returns the parameters whose announced writes are writes of what this rank saves; see
+// memory/snapshot.h.
+std::vector<at::Tensor> written_with(const TrainedModule& trained);
+
+// Returns the collective check of a module of which each rank has other stages: all ranks that
+// train have an optimizer, or none has. Empty for other modules.
+std::function<void(const CheckpointRanks&)> check_of_stages(const TrainedModule& trained);
+
 // Returns all that this rank holds; nothing without a module. Collective; throws what
 // content_to_save() does.
 HeldContent content_held(const TrainedModule& trained, const CheckpointRanks& ranks);

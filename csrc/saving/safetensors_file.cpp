@@ -2,6 +2,9 @@
 
 #include <trireme/common/resolved.h>
 #include <trireme/kernels/cpu/parallel.h>
+#include <trireme/saving/checksum.h>
+#include <trireme/saving/chunk_hasher.h>
+#include <trireme/saving/disk_room.h>
 #include <trireme/saving/json_text.h>
 
 #include <ATen/ATen.h>
@@ -29,6 +32,8 @@ constexpr int64_t kMaxHeaderBytes = 100'000'000;  // the reference implementatio
 constexpr std::string_view kMetadata = "__metadata__";
 constexpr size_t kMaxShown = 200;                      // bytes of an entry in a message
 constexpr int64_t kBytesPerThread = int64_t{4} << 20;  // for less a thread is not worth waking
+constexpr int64_t kCachedBytes = int64_t{256}
+                                 << 10;  // stay in a core's cache until they are used again
 
 struct DtypeName {
   at::ScalarType dtype;
@@ -135,6 +140,14 @@ SafetensorsHeader plan_safetensors(std::vector<SafetensorsEntry> entries,
   return header;
 }
 
+std::string header_bytes(const SafetensorsHeader& header) {
+  const std::string text = text_of(header);
+  const auto length = static_cast<uint64_t>(text.size());
+  std::string bytes(kLengthBytes, '\0');
+  std::memcpy(bytes.data(), &length, sizeof length);
+  return bytes + text;
+}
+
 SafetensorsFile::SafetensorsFile(std::string path, int descriptor, RankOf where)
     : path_(std::move(path)), descriptor_(descriptor), where_(where) {
   if (descriptor_ < 0) fail("open");
@@ -167,12 +180,8 @@ SafetensorsFile SafetensorsFile::create(std::string path, SafetensorsHeader head
   if (result != 0 && (errno == EOPNOTSUPP || errno == ENOSYS))
     result = ::ftruncate(descriptor, file.header_.file_bytes);
   if (result != 0) file.fail("make room in");
-  const std::string text = text_of(file.header_);
-  const auto length = static_cast<uint64_t>(text.size());
-  std::array<char, kLengthBytes> prefix{};
-  std::memcpy(prefix.data(), &length, sizeof length);
-  file.write_bytes(prefix.data(), kLengthBytes, 0);
-  file.write_bytes(text.data(), static_cast<int64_t>(text.size()), kLengthBytes);
+  const std::string first = header_bytes(file.header_);
+  file.write_bytes(first.data(), static_cast<int64_t>(first.size()), 0);
   return file;
 }
 
@@ -271,14 +280,37 @@ int64_t SafetensorsFile::Runs::begin_of(int64_t run) const {
   return found;
 }
 
-void SafetensorsFile::write(const SafetensorsEntry& entry, const TensorPart& part) const {
+template <typename Visit>
+void SafetensorsFile::Runs::for_each_piece(int64_t begin, int64_t end, const Visit& visit) const {
+  for (int64_t done = begin; done < end;) {
+    const int64_t in_run = done % bytes;
+    const int64_t count = std::min(end - done, bytes - in_run);
+    visit(done, count, begin_of(done / bytes) + in_run);
+    done += count;
+  }
+}
+
+void SafetensorsFile::write(const SafetensorsEntry& entry, const TensorPart& part,
+                            ChunkHasher* hasher) const {
   if (!part.values.defined()) return;
   TORCH_INTERNAL_ASSERT(part.values.scalar_type() == entry.dtype);
   const at::Tensor values = resolved(part.values.detach()).cpu().contiguous();
   const auto* data = static_cast<const char*>(values.const_data_ptr());
+  write_some(entry, part, 0, {data, values.nbytes()}, hasher);
+}
+
+void SafetensorsFile::write_some(const SafetensorsEntry& entry, const TensorPart& part,
+                                 int64_t begin, std::string_view bytes, ChunkHasher* hasher) const {
   const Runs runs = runs_of(entry, part);
-  for (int64_t i = 0; i < runs.numel; ++i)
-    write_bytes(data + i * runs.bytes, runs.bytes, runs.begin_of(i));
+  const int64_t most = hasher == nullptr ? header_.file_bytes : kCachedBytes;
+  const auto write_piece = [&](int64_t done, int64_t count, int64_t offset) {
+    const char* data = bytes.data() + (done - begin);
+    if (hasher != nullptr) hasher->add(offset, {data, static_cast<size_t>(count)});
+    write_bytes(data, count, offset);
+  };
+  const int64_t end = runs.numel == 0 ? begin : begin + static_cast<int64_t>(bytes.size());
+  for (int64_t first = begin; first < end; first += most)
+    runs.for_each_piece(first, std::min(first + most, end), write_piece);
 }
 
 void SafetensorsFile::read(const SafetensorsEntry& entry, const TensorPart& part) const {
@@ -299,6 +331,17 @@ void SafetensorsFile::read(const SafetensorsEntry& entry, const TensorPart& part
 
 void SafetensorsFile::sync() const {
   if (::fsync(descriptor_) != 0) fail("write");
+}
+
+uint64_t SafetensorsFile::checksum(int64_t begin, int64_t end) const {
+  Checksum checksum;
+  std::string bytes(static_cast<size_t>(std::min(kCachedBytes, end - begin)), '\0');
+  for (int64_t done = begin; done < end; done += kCachedBytes) {
+    const int64_t count = std::min(kCachedBytes, end - done);
+    read_bytes(bytes.data(), count, done);
+    checksum.add({bytes.data(), static_cast<size_t>(count)});
+  }
+  return checksum.value();
 }
 
 void SafetensorsFile::write_bytes(const char* data, int64_t bytes, int64_t offset) const {
@@ -329,18 +372,17 @@ void SafetensorsFile::read_bytes(char* data, int64_t bytes, int64_t offset) cons
 void SafetensorsFile::read_runs(char* part, const Runs& runs) const {
   if (runs.numel == 0) return;
   const auto read_some = [&](int64_t begin, int64_t end) {
-    for (int64_t done = begin; done < end;) {
-      const int64_t in_run = done % runs.bytes;
-      const int64_t bytes = std::min(end - done, runs.bytes - in_run);
-      read_bytes(part + done, bytes, runs.begin_of(done / runs.bytes) + in_run);
-      done += bytes;
-    }
+    runs.for_each_piece(begin, end, [&](int64_t done, int64_t bytes, int64_t offset) {
+      read_bytes(part + done, bytes, offset);
+    });
   };
   cpu::for_ranges(runs.numel * runs.bytes, read_some, kBytesPerThread);
 }
 
 void SafetensorsFile::fail(const std::string& doing) const {
-  const std::string why = std::strerror(errno);
+  std::string why = std::strerror(errno);
+  // A file that is opened to be read has no header yet.
+  if (doing != "read" && header_.file_bytes > 0) why += disk_room(path_, header_.file_bytes);
   TORCH_CHECK(false, error_text("saving", "cannot " + doing + " '" + path_ + "': " + why, where_,
                                 "See that every rank can use this folder."));
 }

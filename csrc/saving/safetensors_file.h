@@ -8,9 +8,12 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace trireme {
+
+class ChunkHasher;
 
 // The place of a tensor in a file of the safetensors format: 8 bytes with the length of a JSON
 // text, that text, the tensors' bytes, row-major and little-endian
@@ -48,6 +51,9 @@ TRIREME_API std::string from_safetensors_name(const std::string& written);
 TRIREME_API SafetensorsHeader plan_safetensors(std::vector<SafetensorsEntry> entries,
                                                std::map<std::string, std::string> metadata);
 
+// Returns the first bytes of a file with this header: all that come before the tensors' bytes.
+TRIREME_API std::string header_bytes(const SafetensorsHeader& header);
+
 // One holder's part of a tensor: [first[d], first[d] + values.size(d)) of each dimension d. Empty
 // `first`: zero in all dimensions. Undefined `values`: no part.
 struct TensorPart {
@@ -76,12 +82,20 @@ class TRIREME_API SafetensorsFile {
 
   const SafetensorsHeader& header() const { return header_; }
 
-  void write(const SafetensorsEntry& entry, const TensorPart& part) const;
+  // `hasher`, if there is one, is told what is written.
+  void write(const SafetensorsEntry& entry, const TensorPart& part,
+             ChunkHasher* hasher = nullptr) const;
+  // Writes bytes of a part from its byte `begin` on, in its row-major order.
+  void write_some(const SafetensorsEntry& entry, const TensorPart& part, int64_t begin,
+                  std::string_view bytes, ChunkHasher* hasher) const;
   // Reads in place, without autograd, and bumps the version of `part.values`. Values of another
   // dtype than the file's are cast, through a copy of the part.
   void read(const SafetensorsEntry& entry, const TensorPart& part) const;
   // Waits until all written bytes are on the disk.
   void sync() const;
+  // Returns the checksum of bytes [begin, end) of the file. Thread-safe.
+  uint64_t checksum(int64_t begin, int64_t end) const;
+  const std::string& path() const { return path_; }
 
  private:
   SafetensorsFile(std::string path, int descriptor, RankOf where);
@@ -98,6 +112,10 @@ class TRIREME_API SafetensorsFile {
     int64_t begin = 0;      // the first run's offset in the file
     std::vector<Dim> dims;  // dimensions that index runs, innermost first
     int64_t begin_of(int64_t run) const;
+    // Calls visit(done, bytes, offset) for the pieces of bytes [begin, end) of the part that are
+    // contiguous in the file: they are `bytes` from `done` on, at `offset`.
+    template <typename Visit>
+    void for_each_piece(int64_t begin, int64_t end, const Visit& visit) const;
   };
   Runs runs_of(const SafetensorsEntry& entry, const TensorPart& part) const;
   void read_runs(char* part, const Runs& runs) const;

@@ -72,6 +72,9 @@ if TYPE_CHECKING:
     )
     from trireme._pipeline.skips import Namespace, pop, skippable, stash
     from trireme._saving.checkpoint import load_checkpoint, save_checkpoint
+    from trireme._saving.checkpoints import Checkpoints, LoadedStep
+    from trireme._saving.global_batch import GlobalBatch
+    from trireme._saving.pending_save import PendingSave
     from trireme._saving.redistribute import redistribute
     from trireme.dp import DataParallel
     from trireme.fsdp import (
@@ -128,6 +131,9 @@ _LAZY = {
     "trireme._pipeline.losses": ("CollectedLosses", "collect_losses", "pipeline_loss"),
     "trireme._pipeline.skips": ("Namespace", "pop", "skippable", "stash"),
     "trireme._saving.checkpoint": ("load_checkpoint", "save_checkpoint"),
+    "trireme._saving.checkpoints": ("Checkpoints", "LoadedStep"),
+    "trireme._saving.global_batch": ("GlobalBatch",),
+    "trireme._saving.pending_save": ("PendingSave",),
     "trireme._saving.redistribute": ("redistribute",),
     "trireme.dp": ("DataParallel",),
     "trireme.fsdp": (
@@ -155,6 +161,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointPlan",
     "CheckpointPolicy",
+    "Checkpoints",
     "CollectedLosses",
     "Context",
     "DataParallel",
@@ -164,12 +171,14 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedOptimizer",
     "FSDPModule",
+    "GlobalBatch",
     "GradientReductionHandle",
     "HierarchicalModelAverager",
     "Join",
     "JoinHook",
     "Joinable",
     "LayerCost",
+    "LoadedStep",
     "LocalSGD",
     "MeasuredLayer",
     "MemoryBytes",
@@ -178,6 +187,7 @@ __all__ = [
     "Namespace",
     "Offload",
     "OffloadPolicy",
+    "PendingSave",
     "PeriodicModelAverager",
     "Pipeline",
     "PipelineAction",

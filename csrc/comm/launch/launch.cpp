@@ -5,6 +5,7 @@
 #include <trireme/comm/c10d/gloo_group.h>
 #include <trireme/comm/c10d/nccl_backend.h>
 #include <trireme/comm/group_health.h>
+#include <trireme/comm/launch/before_shutdown.h>
 #include <trireme/comm/launch/make_communicator.h>
 #include <trireme/comm/launch/rendezvous.h>
 #include <trireme/common/cpus.h>
@@ -253,6 +254,7 @@ void Context::shutdown() noexcept {
   if (group_ == nullptr) return;
   const std::unique_ptr<Group> group = std::move(group_);
   const bool failing = std::uncaught_exceptions() > 0;
+  run_before_shutdown(failing);
   // The message is sent first, so that a peer which waits for this rank does not take it for dead.
   const std::string error = failing ? "an exception, which its output shows" : "";
   if (const auto backend = find_shm_backend(*group->process_group)) backend->end_run(error);

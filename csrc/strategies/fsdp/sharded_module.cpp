@@ -4,6 +4,7 @@
 #include <trireme/comm/subgroups.h>
 #include <trireme/common/error.h>
 #include <trireme/grad/codes/senders.h>
+#include <trireme/memory/snapshot.h>
 #include <trireme/module/averages_gradients.h>
 #include <trireme/module/module_parameters.h>
 #include <trireme/optim/write_gate.h>
@@ -268,6 +269,7 @@ std::optional<at::ScalarType> ShardedModule::input_dtype() const {
 void ShardedModule::begin_writing() {
   if (!root_) return;
   root_->refuse_in_join("begin_writing()");
+  keep_all_snapshots();
   root_->begin_writing();
 }
 

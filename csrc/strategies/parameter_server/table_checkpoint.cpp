@@ -121,6 +121,7 @@ void save_tables(const std::string& path, const Tables& tables,
 
 void load_tables(const std::string& path, const Tables& tables, RankOf where) {
   const CheckpointReader reader(path, {});
+  reader.verify({kModelTensors, kOptimizerTensors, kTableTensors});
   check_description(reader.text(kExtraText), tables, where);
   const CheckpointContent expected =
       content_of(tables, [&](const Table& table, const std::string& prefix) {

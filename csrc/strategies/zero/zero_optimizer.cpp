@@ -3,6 +3,7 @@
 #include <trireme/comm/run_together.h>
 #include <trireme/common/error.h>
 #include <trireme/common/exception_text.h>
+#include <trireme/memory/snapshot.h>
 #include <trireme/module/averages_gradients.h>
 
 #include <ATen/ATen.h>
@@ -160,6 +161,8 @@ at::Tensor ZeroOptimizer::step(LossClosure closure) {
   check_groups();
   join_.before_step();
   cores_->begin_step();
+  for (const torch::optim::OptimizerParamGroup& group : param_groups_)
+    keep_snapshots_of(group.params());
   or_abandon([&] {
     for (size_t g = 0; g < param_groups_.size(); ++g)
       local_->param_groups()[g].set_options(param_groups_[g].options().clone());

@@ -1,4 +1,5 @@
 #include <trireme/common/error.h>
+#include <trireme/memory/snapshot.h>
 #include <trireme/memory/value_hash.h>
 #include <trireme/strategies/zero/zero.h>
 
@@ -92,6 +93,7 @@ void Zero::agree_on_moved(const Flags& flags, Moved expected) {
 // twice) would meet what another rank has written already.
 void Zero::begin_writing() {
   const at::NoGradGuard no_grad;
+  keep_snapshots_of(parameters_);
   const Flags flags = meet(look_at_parameters(), "step gate: before writing");
   refuse(flags);
   agree_on_moved(flags, writing_ ? Moved::kAnyValues : Moved::kSameValues);
@@ -130,6 +132,7 @@ void Zero::end_writing() {
 
 void Zero::begin_writing_shards() {
   const at::NoGradGuard no_grad;
+  keep_snapshots_of(parameters_);
   const Flags flags = meet(look_at_parameters(), "step gate: before writing");
   refuse(flags);
   samples_.clear();

@@ -1,9 +1,10 @@
 """The C++ communicator over a process group of torch.distributed."""
 
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import Store, distributed_c10d
 
 from trireme import _C
@@ -22,6 +23,16 @@ def communicator_of(group: dist.ProcessGroup) -> _C.Communicator:
         communicator = _C.make_communicator(group, _store_of(group))
         _communicators[group] = communicator
     return communicator
+
+
+_kept: WeakKeyDictionary[nn.Module, _C.Communicator] = WeakKeyDictionary()
+
+
+def keep_communicator(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Keeps the communicator of ``group`` as long as ``model`` lives, for what is made once and
+    lives as long as the communicator."""
+    if group is not None:
+        _kept[model] = communicator_of(group)
 
 
 def device_of_numbers(group: dist.ProcessGroup) -> torch.device:

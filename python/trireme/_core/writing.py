@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from trireme._C import Zero
+from trireme._core.announced_writes import before_writing
 from trireme._core.errors import Area
 from trireme._core.owners import ShardedOptimizer, optimizer_of, table_of
 
@@ -61,6 +62,7 @@ def writing(target: nn.Module | ShardedOptimizer) -> Iterator[None]:
         ValueError: a parameter of another shape was assigned.
         torch.distributed.DistBackendError: another rank left it by an exception.
     """
+    before_writing()
     places: list[_Place] = []
     cores: list[_Writable]
     if not isinstance(target, nn.Module):
@@ -94,6 +96,7 @@ def writing_shards(module: nn.Module) -> Iterator[None]:
         RuntimeError: a parameter was written outside before.
         torch.distributed.DistBackendError: another rank left it by an exception.
     """
+    before_writing()
     for begin in _begin_writing_shards:
         begin(module)
     cores = _cores_at(_places_in(module))

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from trireme._core.announced_writes import before_writing
 from trireme._core.owners import local_of, optimizer_of, table_of
 from trireme._core.writing import writing_shards
 from trireme._local_sgd import refuse
@@ -112,6 +113,7 @@ class RoundModel:
 
     def write(self, call: Callable[[], None]) -> None:
         """Calls where this rank may write its parts. Collective over the ranks of the worker."""
+        before_writing()
         with writing_shards(self.plain), torch.no_grad():
             call()
 

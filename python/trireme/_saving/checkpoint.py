@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -12,19 +16,28 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trireme import _C
-from trireme._C import CheckpointReader
-from trireme._core.errors import Area
+from trireme._C import CheckpointReader, CheckpointSeries, CheckpointTensor, Communicator
+from trireme._C import PendingSave as CorePendingSave
+from trireme._core.announced_writes import announce_steps
+from trireme._core.errors import Area, text_of
+from trireme._core.farewell import call_at_the_end
+from trireme._core.group_communicator import keep_communicator
 from trireme._core.held_rounds import HoldsRounds
 from trireme._core.meshes import group_over
-from trireme._core.owners import group_of_stages
-from trireme._saving.content import codes_of, content_of, load_content
-from trireme._saving.optimizer import plain_json
+from trireme._core.owners import group_of_stages, table_of
+from trireme._saving.content import (
+    EXTRA,
+    Content,
+    content_to_save,
+    load_content,
+    tensors_written_with,
+)
 from trireme._saving.parts import Ranks, plain_model
+from trireme._saving.pending_save import PendingSave
 from trireme._saving.rounds import add_rounds, load_rounds
-from trireme._saving.stages import has_stages, some_rank_has
+from trireme._saving.stages import has_stages, some_rank_has, trains
 
-_EXTRA = "extra.json"
-_CODES = "compression"
+MAX_FILE_BYTES = 5_000_000_000
 
 
 def save_checkpoint(
@@ -34,9 +47,10 @@ def save_checkpoint(
     *,
     extra: dict[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
-    max_file_bytes: int = 5_000_000_000,
+    max_file_bytes: int = MAX_FILE_BYTES,
     rounds: HoldsRounds | None = None,
-) -> None:
+    asynchronous: bool = False,
+) -> PendingSave:
     """Saves a model, and the state of its optimizer, into the folder ``path``.
 
     What is written says nothing of the strategy or the number of ranks: whole tensors under the
@@ -59,6 +73,21 @@ def save_checkpoint(
         rounds: the ``LocalSGD`` or ``DiLoCo`` that trains the model. The model is saved as all
             workers have agreed on it, and beside it what each worker has, also in mid-round. The
             ranks that save are then those of all workers, by default all ranks.
+        asynchronous: the call returns at once, and the save goes on while the next steps run. See
+            below. Not with ``rounds``.
+
+    Returns:
+        The save, which is done unless it is asynchronous.
+
+    An asynchronous save is of the moment of the call, bit for bit, whatever follows. The call notes
+    what is to be saved, copies buffers and waits for no other rank, but for the first save of a
+    group. A thread writes the rest from the memory of parameters and states, which forward and
+    backward only read; a step, ``trireme.writing`` or ``load_checkpoint`` that comes earlier has
+    what was not written yet copied first. Any other write (``p.mul_()`` by hand) fails the save,
+    which names the tensor; one through ``.data`` is not noticed. One save is in flight: the next
+    one waits for it, and raises its error where nobody has called ``wait()``. ``shutdown()`` and
+    the end of the interpreter wait, too. Parts on a GPU are copied in the call. Where a group can
+    make no second communicator the save is synchronous, which is said once.
 
     Parameters must be the same on all ranks or sharded; of buffers rank 0's are saved. Of a
     pipeline each rank saves its stages; of what several have, the lowest rank's is saved. What a
@@ -74,26 +103,143 @@ def save_checkpoint(
     Whatever is raised is raised on all ranks, and the previous checkpoint is still there.
     Collective.
     """
-    group = _group_for(model, optimizer, process_group, rounds)
-    ranks = Ranks(group)
-    if has_stages(model):
-        some_rank_has(optimizer, model, ranks)
-    with ranks.together():
-        content = content_of(model, optimizer if rounds is None else None, ranks)
-        codes = _C.codes_to_save(codes_of(model, optimizer, ranks))
-        if codes is not None:
-            content.tensors[_CODES] = codes
-        if extra is not None and ranks.rank == 0:
-            content.texts[_EXTRA] = json.dumps(plain_json(extra, "`extra`", ranks))
-    if rounds is not None:
-        add_rounds(content, rounds, model, optimizer, group)
-    _C.save_checkpoint(
-        os.fspath(path),
-        ranks.core,
-        tensors=content.tensors,
-        texts=content.texts,
-        max_file_bytes=max_file_bytes,
-    )
+    ranks = Ranks(group_for(model, optimizer, process_group, rounds))
+    save = Save(os.fspath(path), model, optimizer, lambda: extra, max_file_bytes=max_file_bytes)
+    save.rounds = rounds
+    return save.begin(ranks, asynchronous=asynchronous)
+
+
+@dataclass
+class Numbered:
+    """Which checkpoint of a series a save is, and what else goes into it."""
+
+    series: CheckpointSeries
+    step: int
+    tensors: dict[str, list[CheckpointTensor]]
+
+
+@dataclass
+class Save:
+    """The arguments of a save."""
+
+    path: str
+    model: nn.Module
+    optimizer: Optimizer | None
+    extra: Callable[[], dict[str, Any] | None]
+    """Called on rank 0."""
+    max_file_bytes: int = MAX_FILE_BYTES
+    numbered: Numbered | None = None
+    rounds: HoldsRounds | None = None
+    started: float = field(default_factory=time.perf_counter)
+
+    def begin(self, ranks: Ranks, *, asynchronous: bool) -> PendingSave:
+        """Saves, or begins to. Collective where it is synchronous."""
+        _refuse_tables(self.model, asynchronous, ranks)
+        if asynchronous and self.rounds is not None:
+            ranks.refuse("got asynchronous=True with rounds", "Save rounds synchronously.")
+        if asynchronous:
+            keep_communicator(self.model, ranks.group)
+            saver = _C.communicator_of_saves(ranks.core)
+            if saver is not None or ranks.world == 1:
+                return PendingSave(self._note(ranks, saver))
+            _say_that_saves_wait(ranks)
+        return PendingSave(self._save(ranks))
+
+    def _save(self, ranks: Ranks) -> CorePendingSave:
+        if has_stages(self.model):
+            some_rank_has(self.optimizer, self.model, ranks)
+        numbered = self.numbered if ranks.rank == 0 else None
+        with ranks.together():
+            _C.wait_for_earlier_saves(ranks.core)
+            content = self._content(ranks, copies=False)
+            if numbered is not None:
+                numbered.series.make_room(numbered.step)
+        if self.rounds is not None:
+            add_rounds(content, self.rounds, self.model, self.optimizer, ranks.group)
+        saved = _C.save_checkpoint(
+            self.path,
+            ranks.core,
+            tensors=content.tensors,
+            texts=content.texts,
+            max_file_bytes=self.max_file_bytes,
+            stall_ms=_milliseconds_since(self.started),
+        )
+        if numbered is not None:
+            numbered.series.keep_last(numbered.step)
+        return saved
+
+    def _note(self, ranks: Ranks, saver: Communicator | None) -> CorePendingSave:
+        """Begins an asynchronous one. Where this rank cannot, the others hear why from theirs."""
+        announce_steps()
+        call_at_the_end(end_saves)
+        try:
+            _C.wait_for_earlier_saves(ranks.core)
+            content = self._content(ranks, copies=True)
+            written = tensors_written_with(self.model, self.optimizer)
+            stages = _stages_of(self.model, self.optimizer) if has_stages(self.model) else None
+        except BaseException as error:
+            _C.refuse_to_save(self.path, ranks.core, saver, text_of(error))
+            raise
+        return _C.save_in_background(
+            self.path,
+            ranks.core,
+            saver,
+            tensors=content.tensors,
+            texts=content.texts,
+            max_file_bytes=self.max_file_bytes,
+            written=written,
+            stages=stages,
+            stall_ms=_milliseconds_since(self.started),
+            series=None if self.numbered is None else self.numbered.series,
+            step=0 if self.numbered is None else self.numbered.step,
+        )
+
+    def _content(self, ranks: Ranks, *, copies: bool) -> Content:
+        extra = self.extra() if ranks.rank == 0 else None
+        content = content_to_save(
+            self.model,
+            self.optimizer,
+            extra,
+            ranks,
+            copies=copies,
+            has_state=self.rounds is None,
+        )
+        if self.numbered is not None:
+            content.tensors.update(self.numbered.tensors)
+        return content
+
+
+def _stages_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[bool, bool]:
+    return optimizer is not None, trains(model)
+
+
+def _milliseconds_since(begin: float) -> float:
+    return (time.perf_counter() - begin) * 1e3
+
+
+def _say_that_saves_wait(ranks: Ranks) -> None:
+    if ranks.rank == 0 and not _said:
+        _said.append(True)
+        got = "this group can make no second communicator"
+        text = _C.error_text("saving", got, "Saves are synchronous.", rank=0, world=ranks.world)
+        warnings.warn(text, stacklevel=3)
+
+
+_said: list[bool] = []
+
+
+def _refuse_tables(model: nn.Module, asynchronous: bool, ranks: Ranks) -> None:
+    """A parameter server's workers save at a clock of all of them."""
+    if asynchronous and any(table_of(parameter) is not None for parameter in model.parameters()):
+        got = "got asynchronous=True for parameters in a table of a parameter server"
+        ranks.refuse(got, "Save the server with its own save(), which is synchronous.")
+
+
+def end_saves(error: str) -> None:
+    """Waits for saves in flight at the end of a run, or gives them up if ``error`` ends it."""
+    if error:
+        _C.give_up_saves(error)
+    _C.finish_saves()
 
 
 def load_checkpoint(
@@ -104,6 +250,7 @@ def load_checkpoint(
     process_group: dist.ProcessGroup | None = None,
     read_once: bool = False,
     rounds: HoldsRounds | None = None,
+    verify: bool = True,
 ) -> dict[str, Any]:
     """Loads what ``save_checkpoint`` has saved, under whatever strategy; returns its ``extra``.
 
@@ -124,22 +271,26 @@ def load_checkpoint(
         rounds: the ``LocalSGD`` or ``DiLoCo`` that is to train the model, before its block. With
             as many workers as were saved it goes on bit for bit; with others all begin where
             workers had agreed, and the state of the optimizer is fresh.
+        verify: whether all bytes are compared with their checksums, each by one of the ranks,
+            before anything is changed. Of a folder without checksums (another program's, or an old
+            one) nothing is compared. The same on all ranks.
 
     Raises:
-        ValueError: a file is missing, cut or of another save; another model or optimizer.
+        ValueError: a file is missing, cut or of another save, or its bytes are not those that were
+            saved; another model or optimizer.
         RuntimeError: a parameter was written outside of a step before (see ``writing``).
         torch.distributed.DistBackendError: the group failed.
 
     Whatever is raised is raised on all ranks. Collective.
     """
-    group = _group_for(model, optimizer, process_group, rounds)
+    group = group_for(model, optimizer, process_group, rounds)
     ranks = Ranks(group)
-    reader = CheckpointReader(os.fspath(path), ranks.core, reads_once=read_once)
+    reader = CheckpointReader(os.fspath(path), ranks.core, reads_once=read_once, verify=verify)
     if rounds is not None:
         load_rounds(reader, rounds, model, optimizer, group)
     else:
         load_content(reader, model, optimizer, ranks, asks=has_stages(model), has_codes=True)
-    text = reader.text(_EXTRA)
+    text = reader.text(EXTRA)
     return json.loads(text) if text else {}
 
 
@@ -151,7 +302,7 @@ def _expect_living(stages: dist.ProcessGroup) -> None:
         Area("saving").refuse(got, "Save or load it before destroy_process_group().")
 
 
-def _group_for(
+def group_for(
     model: nn.Module,
     optimizer: Optimizer | None,
     given: dist.ProcessGroup | None,

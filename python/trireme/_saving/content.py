@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trireme import _C
 from trireme._C import CheckpointSource, CheckpointTensor, KeptCodes, check_codes, load_codes
+from trireme._core.announced_writes import before_writing
 from trireme._core.compression import codes_in
+from trireme._core.owners import ShardedOptimizer
 from trireme._core.writing import sharding_optimizers, writing, writing_shards
-from trireme._saving.optimizer import FILE, KIND, LoadedOptimizer, OptimizerParts
+from trireme._saving.optimizer import FILE, KIND, LoadedOptimizer, OptimizerParts, plain_json
 from trireme._saving.own_ways import (
     TensorsElsewhere,
     expect_plain_states,
@@ -30,6 +35,8 @@ from trireme._saving.parts import (
 from trireme._saving.stages import names_of_all, some_rank_has
 
 MODEL = "model"
+CODES = "compression"
+EXTRA = "extra.json"
 
 
 @dataclass
@@ -40,7 +47,43 @@ class Content:
     texts: dict[str, str] = field(default_factory=dict)
 
 
-def content_of(model: nn.Module, optimizer: Optimizer | None, ranks: Ranks) -> Content:
+def content_to_save(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    extra: dict[str, Any] | None,
+    ranks: Ranks,
+    *,
+    copies: bool = False,
+    has_state: bool = True,
+) -> Content:
+    """What this rank writes; the optimizer's state if ``has_state``. ``copies``: of what a forward,
+    a backward or another rank's step writes it has copies.
+
+    Raises:
+        ValueError, TypeError: it cannot be saved.
+    """
+    content = content_of(model, optimizer if has_state else None, ranks, copies=copies)
+    codes = _C.codes_to_save(codes_of(model, optimizer, ranks))
+    if codes is not None:
+        content.tensors[CODES] = [tensor.copied() for tensor in codes] if copies else codes
+    if extra is not None and ranks.rank == 0:
+        content.texts[EXTRA] = json.dumps(plain_json(extra, "`extra`", ranks))
+    return content
+
+
+def tensors_written_with(model: nn.Module, optimizer: Optimizer | None) -> list[torch.Tensor]:
+    """The parameters whose announced writes are writes of what is saved."""
+    found: list[torch.Tensor] = list(plain_model(model).parameters())
+    inner = optimizer.optim if isinstance(optimizer, ShardedOptimizer) else None
+    for one in (optimizer, inner):
+        for group in () if one is None else one.param_groups:
+            found.extend(group["params"])
+    return found
+
+
+def content_of(
+    model: nn.Module, optimizer: Optimizer | None, ranks: Ranks, *, copies: bool = False
+) -> Content:
     """What this rank writes, or holds, of a model and its optimizer.
 
     Raises:
@@ -49,7 +92,7 @@ def content_of(model: nn.Module, optimizer: Optimizer | None, ranks: Ranks) -> C
     content = Content()
     expect_plain_states(model, ranks)
     content.tensors[MODEL] = [
-        *model_to_save(model, ranks),
+        *model_to_save(model, ranks, copies=copies),
         *TensorsElsewhere(model).to_save(ranks),
     ]
     if optimizer is not None:
@@ -79,15 +122,17 @@ def load_content(
 ) -> None:
     """Loads into this rank's parts; ``asks``: ranks may have different parameters; ``has_codes``:
     what compression keeps is loaded, too. Collective."""
+    before_writing()
     with ranks.together():
         expect_plain_states(model, ranks)
         elsewhere = TensorsElsewhere(model)
         needed = [*model_to_load(model, ranks), *elsewhere.to_load(ranks)]
+    has_optimizer = some_rank_has(optimizer, model, ranks) if asks else optimizer is not None
+    source.verify([MODEL, *([KIND] if has_optimizer else []), *([CODES] if has_codes else [])])
     source.check(MODEL, needed)
     with ranks.together():
         codes = codes_of(model, optimizer, ranks) if has_codes else []
         check_codes(codes, source, (ranks.rank, ranks.world))
-    has_optimizer = some_rank_has(optimizer, model, ranks) if asks else optimizer is not None
     loaded = _read_optimizer(source, model, optimizer, ranks, asks) if has_optimizer else None
     plain = plain_model(model)
     with writing_shards(plain), torch.no_grad():

@@ -38,6 +38,7 @@ class Ranks:
         device = torch.device("cpu") if group is None else device_of_numbers(group)
         communicator = None if group is None else communicator_of(group)
         self.core = CheckpointRanks(communicator, device)
+        self.group = group
         self._communicator, self._device = communicator, device
 
     def any(self, said: bool) -> bool:
@@ -204,6 +205,13 @@ class ShardedParts:
         """Returns what this rank owns, in the memory of the parameter."""
         return self._optimizer._shards[param]
 
+    def own_of(self, named: NamedTensor) -> CheckpointTensor:
+        """Lists what this rank owns of a parameter, in the memory of the parameter."""
+        shard = self.shard_of(named.tensor)
+        if shard.numel() > 0:
+            return self.part_of(named.tensor).to_load(named.name, shard)
+        return CheckpointTensor(named.name, named.tensor.dtype, list(named.tensor.shape))
+
     def first_owner(self, param: torch.Tensor) -> int:
         """The lowest rank that owns elements of it; 0 if it has none."""
         ranges = enumerate(self._ranges(param))
@@ -278,10 +286,31 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in added)
 
 
-def model_to_save(model: nn.Module, ranks: Ranks) -> list[CheckpointTensor]:
+def model_to_save(
+    model: nn.Module, ranks: Ranks, *, copies: bool = False
+) -> list[CheckpointTensor]:
     """This rank's part. Buffers are rank 0's, of a pipeline those of the lowest rank that has them:
-    ranks need not have the same."""
-    return [tensor_to_save(tensor, ranks) for tensor in named_tensors(model, ranks)]
+    ranks need not have the same. ``copies``: of buffers, and of what other ranks step in memory
+    that they share with this one."""
+    tensors = []
+    sharded: dict[ShardedOptimizer, ShardedParts] = {}
+    for tensor in named_tensors(model, ranks):
+        optimizer = optimizer_of(tensor.tensor)
+        if copies and optimizer is not None and _saves_all_of(optimizer, ranks):
+            if optimizer not in sharded:
+                sharded[optimizer] = ShardedParts(optimizer)
+            tensors.append(sharded[optimizer].own_of(tensor))
+            continue
+        own = tensor_to_save(tensor, ranks)
+        is_copied = copies and (tensor.is_buffer or optimizer is not None)
+        tensors.append(own.copied() if is_copied else own)
+    return tensors
+
+
+def _saves_all_of(optimizer: ShardedOptimizer, ranks: Ranks) -> bool:
+    """Whether its ranks are those that save: each then writes what it owns."""
+    group = optimizer.process_group
+    return group is not None and set(dist.get_process_group_ranks(group)) == ranks.members
 
 
 def tensor_to_save(named: NamedTensor, ranks: Ranks) -> CheckpointTensor:
@@ -314,11 +343,5 @@ def model_to_load(model: nn.Module, ranks: Ranks) -> list[CheckpointTensor]:
             continue
         if optimizer not in sharded:
             sharded[optimizer] = ShardedParts(optimizer)
-        shard = sharded[optimizer].shard_of(tensor.tensor)
-        if shard.numel() > 0:
-            tensors.append(sharded[optimizer].part_of(tensor.tensor).to_load(tensor.name, shard))
-        else:
-            tensors.append(
-                CheckpointTensor(tensor.name, tensor.tensor.dtype, list(tensor.tensor.shape))
-            )
+        tensors.append(sharded[optimizer].own_of(tensor))
     return tensors

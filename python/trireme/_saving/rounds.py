@@ -67,6 +67,7 @@ def load_rounds(
     ranks = Ranks(group, shares_writing=False)
     with ranks.together():
         held = _held(rounds, model, optimizer, ranks)
+    source.verify([KIND])
     has_rounds = bool(source.tensors(KIND))
     inner = None if has_rounds else held.optimizer
     load_content(source, model, inner, ranks, asks=False, has_codes=True)

@@ -24,8 +24,12 @@ def some_rank_has(optimizer: Optimizer | None, model: nn.Module, ranks: Ranks) -
     Raises:
         ValueError: a rank with something to train has none, and another one has; on all ranks.
     """
-    trains = any(parameter.requires_grad for parameter in plain_model(model).parameters())
-    return ranks.core.some_rank_has_optimizer(optimizer is not None, trains)
+    return ranks.core.some_rank_has_optimizer(optimizer is not None, trains(model))
+
+
+def trains(model: nn.Module) -> bool:
+    """Whether this rank has something to train of it."""
+    return any(parameter.requires_grad for parameter in plain_model(model).parameters())
 
 
 def names_of_all(own: list[set[str]], ranks: Ranks) -> list[set[str]]:

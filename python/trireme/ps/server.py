@@ -163,7 +163,7 @@ class ParameterServer:
         of other hosts ask for."""
         self._core.serve()
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, asynchronous: bool = False) -> None:
         """Saves all tables, with the states of their optimizers and the buffers of modules.
 
         Called on all workers that are there, under bsp at one clock; the first of them writes, with
@@ -171,9 +171,15 @@ class ParameterServer:
         values of a dense table into every other strategy. Pushes of the open clock are not in it.
 
         Raises:
-            ValueError: workers are at different clocks, or what ``save_checkpoint`` refuses.
+            ValueError: workers are at different clocks, or what ``save_checkpoint`` refuses;
+                ``asynchronous``: pushes write the tables at any time.
             torch.distributed.DistBackendError: a worker does not come, or the first one could not.
         """
+        if asynchronous:
+            AREA.refuse(
+                "got asynchronous=True, expected a synchronous save: pushes write tables any time",
+                "Leave it out.",
+            )
         for table in self._tables.values():
             table.expect_buffers()
         self._core.save(os.fspath(path))

@@ -38,11 +38,20 @@ std::string save_in(const std::string& folder) {
   return index.save;
 }
 
+// Checksums of nothing in particular: what is tested here are folders.
+ChunkChecksums checksums_of(const SavingPlan& plan) {
+  ChunkChecksums checksums;
+  for (const auto& [kind, files] : plan.kinds)
+    for (const auto& [name, header] : files.files)
+      checksums[name].resize(count_chunks(header.file_bytes, kChunkBytes));
+  return checksums;
+}
+
 void save(const std::string& path, const std::string& name, bool can_exchange) {
   const SavingPlan plan = plan_of(name);
   CheckpointFolder folder(path, kOneRank, can_exchange);
   folder.begin(plan);
-  folder.commit(plan);
+  folder.commit(plan, checksums_of(plan));
 }
 
 size_t entries_in(const std::string& folder) {
@@ -81,7 +90,8 @@ TEST_CASE("what is put into a folder during a save is not lost") {
     CHECK(save_in(path) == "first");
     CHECK(save_in(next.staging()).empty());
     std::ofstream(path + "/notes.txt") << "mine";
-    CHECK(contains(error_of([&] { next.commit(plan); }), "found 'notes.txt' in it"));
+    CHECK(contains(error_of([&] { next.commit(plan, checksums_of(plan)); }),
+                   "found 'notes.txt' in it"));
     next.abandon();
     CHECK(save_in(path) == "first");
     CHECK(fs::exists(path + "/notes.txt"));
@@ -98,7 +108,8 @@ TEST_CASE("a folder that cannot take its place leaves the one before") {
   next.begin(plan);
   // Somebody else's, which came during the save.
   fs::create_directories(path + ".replaced/theirs");
-  CHECK(contains(error_of([&] { next.commit(plan); }), "cannot replace '" + path));
+  CHECK(contains(error_of([&] { next.commit(plan, checksums_of(plan)); }),
+                 "cannot replace '" + path));
   next.abandon();
   CHECK(save_in(path) == "first");
   CHECK(fs::exists(path + ".replaced/theirs"));

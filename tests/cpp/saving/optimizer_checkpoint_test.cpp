@@ -10,6 +10,7 @@
 #include <cctype>
 #include <fstream>
 #include <iterator>
+#include <nlohmann/json.hpp>
 #include <sstream>
 #include <strategies/fsdp/fsdp_ranks.h>
 #include <temporary_folder.h>
@@ -186,15 +187,17 @@ class Refusals {
   }
 
  private:
-  // Writes its length into the index, too, which would tell that it was changed.
+  // Writes its length into the index, too, and takes the checksums out, which would tell that it
+  // was changed.
   void write_text(const std::string& text) const {
     std::ofstream(path() + "/optimizer.json") << text;
-    const std::string file = path() + "/model.safetensors.index.json", key = "\"optimizer.json\":";
-    std::string index = packed_file(file);
-    const size_t number = index.find(key) + key.size();
-    index.replace(number, index.find_first_not_of("0123456789", number) - number,
-                  std::to_string(text.size()));
-    std::ofstream(file) << index;
+    const std::string file = path() + "/model.safetensors.index.json";
+    auto index = nlohmann::ordered_json::parse(packed_file(file));
+    auto& ours = index.at("metadata").at("trireme");
+    ours.at("other_file_bytes").at("optimizer.json") = text.size();
+    for (const char* key : {"checksum", "chunk_bytes", "chunk_checksums", "other_file_checksums"})
+      ours.erase(key);
+    std::ofstream(file) << index.dump();
   }
 
   TemporaryFolder folder_;

@@ -252,8 +252,7 @@ TEST_CASE("a reader that reads once gives every rank what reading by each gives"
                      : CheckpointTensor{"matrix", at::kFloat, {7, 5}, {matrix}};
         const CheckpointTensor expected_line{"line", at::kLong, {9}, {line.to(dtype)}};
         const std::vector<CheckpointTensor> got{to_fill(expected), to_fill(expected_line)};
-        const CheckpointReader reader(folder.at("checkpoint"), {rank.communicator},
-                                      /*reads_once=*/true);
+        const CheckpointReader reader(folder.at("checkpoint"), {rank.communicator}, {.once = true});
         reader.check(kModelTensors, got);
         reader.read(kModelTensors, got);
         wrong.unless_filled(got[0], expected);

@@ -93,8 +93,8 @@ def make(
     return Training(model, net, optimizer, dist.get_rank(), dist.get_world_size())
 
 
-def save(training: Training, path: Any, **options: Any) -> None:
-    trireme.save_checkpoint(path, training.net, training.optimizer, **options)
+def save(training: Training, path: Any, **options: Any) -> trireme.PendingSave:
+    return trireme.save_checkpoint(path, training.net, training.optimizer, **options)
 
 
 def load(training: Training, path: Any) -> dict[str, Any]:
@@ -136,6 +136,13 @@ def on_disk(path: str) -> dict[str, torch.Tensor]:
     for file in sorted(Path(path).glob("*.safetensors")):
         found |= load_file(file)
     return {name: value for name, value in found.items() if not name.startswith("empty.")}
+
+
+def flip(path: Path, place: int, bit: int = 0) -> None:
+    """Turns one bit over; ``place`` may count from the end."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1 << bit
+    path.write_bytes(data)
 
 
 def assert_holds(training: Training, expected: dict[str, torch.Tensor]) -> None:

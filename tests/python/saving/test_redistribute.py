@@ -225,7 +225,7 @@ def test_read_once_reads_each_byte_once(rank: int, tmp_path: Path) -> None:
     for read_once, least, most in ((False, 3.0, 3.1), (True, 1.0, 1.1)):
         fresh = _wide_ddp(elsewhere=True)
         begin = _bytes_read()
-        trireme.load_checkpoint(path, fresh.net, fresh.optimizer, read_once=read_once)
+        trireme.load_checkpoint(path, fresh.net, fresh.optimizer, read_once=read_once, verify=False)
         read = torch.tensor([_bytes_read() - begin])
         dist.all_reduce(read)
         assert least * size <= read.item() <= most * size

@@ -30,6 +30,11 @@ void init_checkpoint(py::module_& module) {
   py::class_<CheckpointTensor>(module, "CheckpointTensor")
       .def(py::init(&make_tensor), py::arg("name"), py::arg("dtype"), py::arg("sizes"),
            py::arg("values") = py::none(), py::kw_only(), py::arg("first") = std::vector<int64_t>())
+      .def("copied", torch::wrap_pybind_function([](const CheckpointTensor& tensor) {
+             CheckpointTensor copy = tensor;
+             if (copy.part.values.defined()) copy.part.values = copy.part.values.clone();
+             return copy;
+           }))
       .def_readonly("name", &CheckpointTensor::name)
       .def_readonly("dtype", &CheckpointTensor::dtype)
       .def_readonly("sizes", &CheckpointTensor::sizes);
@@ -45,20 +50,13 @@ void init_checkpoint(py::module_& module) {
            }),
            py::arg("has"), py::arg("trains"));
 
-  using Tensors = std::map<std::string, std::vector<CheckpointTensor>>;
-  module.def("save_checkpoint",
-             wrap_pybind_function_no_gil(
-                 [](const std::string& path, const CheckpointRanks& ranks, Tensors tensors,
-                    std::map<std::string, std::string> texts, int64_t max_file_bytes) {
-                   const CheckpointContent content{std::move(tensors), std::move(texts)};
-                   save_checkpoint({path, content, max_file_bytes}, ranks);
-                 }),
-             py::arg("path"), py::arg("ranks"), py::kw_only(), py::arg("tensors"), py::arg("texts"),
-             py::arg("max_file_bytes"));
+  bind_global_batch(module);
+  bind_pending_save(module);
 
   py::class_<CheckpointSource, std::shared_ptr<CheckpointSource>>(module, "CheckpointSource")
       .def("tensors", &CheckpointSource::tensors, py::arg("kind"))
       .def("text", torch::wrap_pybind_function(&CheckpointSource::text), py::arg("name"))
+      .def("verify", wrap_pybind_function_no_gil(&CheckpointSource::verify), py::arg("kinds"))
       .def("check", wrap_pybind_function_no_gil(&CheckpointSource::check), py::arg("kind"),
            py::arg("tensors"))
       .def("read", wrap_pybind_function_no_gil(&CheckpointSource::read), py::arg("kind"),
@@ -66,12 +64,16 @@ void init_checkpoint(py::module_& module) {
 
   using Reader = CheckpointReader;
   py::class_<Reader, std::shared_ptr<Reader>, CheckpointSource>(module, "CheckpointReader")
-      .def(py::init(wrap_pybind_function_no_gil(
-               [](const std::string& path, const CheckpointRanks& ranks, bool reads_once) {
-                 return std::make_shared<Reader>(path, ranks, reads_once);
+      .def(py::init(
+               wrap_pybind_function_no_gil([](const std::string& path, const CheckpointRanks& ranks,
+                                              bool reads_once, bool verify) {
+                 const ReadOptions options{reads_once, verify ? Verify::kYes : Verify::kNo};
+                 return std::make_shared<Reader>(path, ranks, options);
                })),
-           py::arg("path"), py::arg("ranks"), py::kw_only(), py::arg("reads_once") = false);
+           py::arg("path"), py::arg("ranks"), py::kw_only(), py::arg("reads_once") = false,
+           py::arg("verify") = true);
 
+  using Tensors = std::map<std::string, std::vector<CheckpointTensor>>;
   using Held = HeldCheckpoint;
   py::class_<Held, std::shared_ptr<Held>, CheckpointSource>(module, "HeldCheckpoint")
       .def(py::init(wrap_pybind_function_no_gil([](const CheckpointRanks& ranks, Tensors tensors,
