@@ -78,13 +78,28 @@ at::Tensor state_tensor(Rounds& rounds) {
       {state.steps, state.step, state.round, rounds.workers().world(), fragment, codes}, at::kLong);
 }
 
+// Parts that go as fp32 have left nothing out, while another rank's part of the same parameter may
+// be coded.
+void add_residuals(Rounds& rounds, const std::vector<RoundPart>& parts, const std::string& prefix,
+                   const std::map<size_t, KeptOfCode*>& codes, Tensors& tensors) {
+  for (const size_t index : rounds.own()) {
+    const at::Tensor& anchor = rounds.parameters()[index].anchor;
+    const auto found = codes.find(index);
+    const bool is_kept = found != codes.end() && found->second->residual.defined();
+    const int64_t numel = anchor.numel() * (anchor.is_complex() ? 2 : 1);
+    const at::Tensor residual = is_kept ? found->second->residual : at::zeros({numel}, at::kFloat);
+    tensors.push_back(residual_of(prefix, residual, anchor, parts[index]));
+  }
+}
+
 void add_codes(Rounds& rounds, const std::vector<RoundPart>& parts, const std::string& prefix,
                Tensors& tensors) {
-  for (const auto& [index, kept] : kept_codes(rounds, /*makes=*/false)) {
+  if (rounds.coder() == nullptr) return;
+  const std::map<size_t, KeptOfCode*> codes = kept_codes(rounds, /*makes=*/false);
+  if (has_error_feedback(rounds.coder()->compression()))
+    add_residuals(rounds, parts, prefix, codes, tensors);
+  for (const auto& [index, kept] : codes) {
     const RoundPart& part = parts[index];
-    const at::Tensor& anchor = rounds.parameters()[index].anchor;
-    if (kept->residual.defined())
-      tensors.push_back(residual_of(prefix, kept->residual, anchor, part));
     if (kept->basis.defined())
       tensors.push_back(whole(prefix + beside_name("basis", part), kept->basis));
     if (kept->threshold != 0)

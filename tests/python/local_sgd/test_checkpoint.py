@@ -135,7 +135,12 @@ def resume(rank: int, world: int, name: str, folder: str) -> None:
     for _ in range(2):
         model, net, optimizer = STRATEGIES[name](group)
         rounds = trireme.DiLoCo(
-            net, optimizer, sync_every=4, fragments=2, fragment_sync_delay=1, compression=c.Int8()
+            net,
+            optimizer,
+            sync_every=4,
+            fragments=2,
+            fragment_sync_delay=1,
+            compression=c.Int8(dense_below=0),
         )
         runs.append((model, net, optimizer, rounds))
     model, net, optimizer, rounds = runs[0]

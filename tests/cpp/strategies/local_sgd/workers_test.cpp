@@ -1,7 +1,9 @@
-// Workers of two ranks, kept at one module by DistributedDataParallel or ZeRO.
+// Workers of two ranks, kept at one module by DistributedDataParallel, ZeRO or fully_shard.
 
 #include <trireme/comm/subgroups.h>
+#include <trireme/saving/module_checkpoint.h>
 #include <trireme/strategies/ddp/distributed_data_parallel.h>
+#include <trireme/strategies/fsdp/fully_shard.h>
 #include <trireme/strategies/local_sgd/module_rounds.h>
 #include <trireme/strategies/local_sgd/rounds.h>
 #include <trireme/strategies/zero/zero_redundancy_optimizer.h>
@@ -13,12 +15,15 @@
 #include <atomic>
 #include <catch_torch.h>
 #include <string>
+#include <temporary_folder.h>
 #include <thread_ranks.h>
+#include <vector>
 
 namespace trireme::workers_test {
 
 using torch::nn::Linear;
 using trireme::test::run_thread_ranks;
+using trireme::test::TemporaryFolder;
 using trireme::test::ThreadRank;
 
 namespace {
@@ -92,6 +97,47 @@ TEST_CASE("ranks send the parts that ZeRO gives them, to those that have the sam
     }
   });
   CHECK(right == 2 * kRanks);
+}
+
+TEST_CASE("workers under fully_shard resume bit for bit, with a fragment on its way") {
+  const TemporaryFolder folder;
+  std::atomic<int> equal{0};
+  run_thread_ranks(kRanks, [&](ThreadRank& rank) {
+    const auto inside = split_contiguous(*rank.communicator, 2);
+    const DiLoCoOptions options{.sync_every = 4,
+                                .fragment_sync_delay = 2,
+                                .across = split_strided(*rank.communicator, 2),
+                                .compression = Int8{.dense_below = 0}};
+    const auto run = [&](auto& model, DiLoCo& rounds, int64_t begin, int64_t end) {
+      for (int64_t step = begin; step < end; ++step) {
+        model->zero_grad();
+        const at::Tensor rows = at::cos(at::arange(8).view({2, 4}).to(at::kFloat) *
+                                        static_cast<double>(step + 5 * rank.where.rank + 1));
+        model->forward(rows).square().mean().backward();
+        rounds.step();
+      }
+    };
+    auto first = fully_shard(net(), {.communicator = inside});
+    torch::optim::AdamW optimizer(first->parameters(), torch::optim::AdamWOptions(0.02));
+    DiLoCo rounds(*first, optimizer, options);
+    run(first, rounds, 0, 3);
+    save_checkpoint(
+        folder.at("saved"), *first,
+        {.optimizer = &optimizer, .communicator = rank.communicator, .rounds = &rounds});
+    run(first, rounds, 3, 6);
+    const std::vector<at::Tensor> expected = first->parameters();
+    auto second = fully_shard(net(), {.communicator = inside});
+    torch::optim::AdamW other(second->parameters(), torch::optim::AdamWOptions(0.02));
+    DiLoCo again(*second, other, options);
+    load_checkpoint(folder.at("saved"), *second,
+                    {.optimizer = &other, .communicator = rank.communicator, .rounds = &again});
+    run(second, again, 3, 6);
+    bool is_equal = true;
+    for (size_t i = 0; i < expected.size(); ++i)
+      is_equal = is_equal && at::equal(expected[i], second->parameters()[i]);
+    if (is_equal) ++equal;
+  });
+  CHECK(equal == kRanks);
 }
 
 }  // namespace trireme::workers_test
