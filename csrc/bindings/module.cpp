@@ -18,6 +18,7 @@ PYBIND11_MODULE(_C, module) {
   trireme::init_join(module);  // takes communicators
   trireme::init_layer_watch(module);
   trireme::init_memory(module);
+  trireme::init_named_order(module);  // takes communicators
   trireme::init_offload(module);
   trireme::init_optim(module);
   trireme::init_parameter_server(module);  // takes communicators
