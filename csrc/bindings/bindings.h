@@ -26,6 +26,7 @@ void init_launch(pybind11::module_& module);
 void init_layer_watch(pybind11::module_& module);
 void init_local_sgd(pybind11::module_& module);
 void init_memory(pybind11::module_& module);
+void init_named_order(pybind11::module_& module);
 void init_offload(pybind11::module_& module);
 void init_optim(pybind11::module_& module);
 void init_parameter_server(pybind11::module_& module);

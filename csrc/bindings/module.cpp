@@ -19,6 +19,7 @@ PYBIND11_MODULE(_C, module) {
   trireme::init_layer_watch(module);
   trireme::init_local_sgd(module);  // takes communicators and methods of compression
   trireme::init_memory(module);
+  trireme::init_named_order(module);  // takes communicators
   trireme::init_offload(module);
   trireme::init_optim(module);
   trireme::init_parameter_server(module);  // takes communicators

@@ -12,7 +12,7 @@ from trireme._C import error_text
 
 # Their messages name the rank in the default group. Those of other areas name one where they are
 # given a group, since a run may have several, or a process may be alone.
-_OF_ALL_RANKS = frozenset({"fully_shard", "launch", "sync_batch_norm"})
+_OF_ALL_RANKS = frozenset({"fully_shard", "horovod", "launch", "sync_batch_norm"})
 
 
 Kinds = type | tuple[type, ...]

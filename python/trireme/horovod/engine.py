@@ -1,0 +1,195 @@
+"""Runs named operations in the order on which all ranks agree (csrc/comm/named_order.h)."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from trireme._C import AgreedOperation, NamedOrder
+from trireme._core.group_communicator import communicator_of
+from trireme.horovod.errors import HorovodInternalError, NotPossible, operation_error, refuse
+
+Terms = list[tuple[str, str]]
+Run = Callable[[list[str]], Any]
+ALL_RANKS = 0
+
+
+@dataclass
+class Operation:
+    """What a rank has issued."""
+
+    kind: str
+    name: str
+    set_id: int
+    run: Run
+    """Takes the payloads of all ranks of the set; returns what ``synchronize`` returns."""
+    result: Any = None
+    error: BaseException | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def end(self, result: Any = None, error: BaseException | None = None) -> None:
+        self.result, self.error = result, error
+        self.done.set()
+
+
+class Engine:
+    """Takes operations from any thread; one thread of its own runs them."""
+
+    def __init__(self, group: dist.ProcessGroup, report_after: float, timeout: timedelta) -> None:
+        self.rank, self.world = group.rank(), group.size()
+        self._timeout = timeout
+        self.groups: dict[int, Any] = {}
+        """By id of the process set; what a user's own collectives do not use."""
+        control: Any = dist.new_group(list(range(self.world)), timeout=timeout)
+        self._control = control
+        report = timedelta(seconds=report_after)
+        self._order = NamedOrder(communicator_of(control), report, timeout)
+        self._lock = threading.Lock()
+        self._pending: dict[tuple[int, str], Operation] = {}
+        self._handles: dict[int, Operation] = {}
+        self._numbers = itertools.count()
+        self._unnamed: Counter[tuple[int, str]] = Counter()
+        self._failure: HorovodInternalError | None = None
+        self.zeros: Callable[[str, Terms, int], None] | None = None
+        """Takes part in an operation of the others while this rank has joined."""
+        self.add_group(ALL_RANKS, list(range(self.world)))
+        self._thread = threading.Thread(target=self._run, name="trireme.horovod", daemon=True)
+        self._thread.start()
+
+    def add_group(self, set_id: int, ranks: list[int]) -> None:
+        """Makes the group of a process set. All ranks call it in the same order."""
+        self.groups[set_id] = dist.new_group(ranks, timeout=self._timeout)
+        if set_id != ALL_RANKS:
+            self._order.define_set(set_id, ranks)
+
+    def remove_group(self, set_id: int) -> None:
+        group = self.groups.pop(set_id)
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+
+    def name_for(self, kind: str, name: str | None, set_id: int) -> str:
+        """Returns a name; without one, that of the next unnamed operation of this kind."""
+        if name is not None:
+            return name
+        with self._lock:
+            number = self._unnamed[set_id, kind]
+            self._unnamed[set_id, kind] += 1
+        return f"{kind}.noname.{number}"
+
+    def issue(
+        self,
+        kind: str,
+        name: str,
+        set_id: int,
+        terms: Terms,
+        run: Run,
+        *,
+        payload: str = "",
+        can_have_zeros: bool = False,
+    ) -> int:
+        """Returns the handle of an operation that begins when all ranks have issued it.
+
+        Raises:
+            ValueError: one of this name is in flight.
+            HorovodInternalError: a rank is gone.
+        """
+        operation = Operation(kind, name, set_id, run)
+        with self._lock:
+            if self._failure is not None:
+                raise HorovodInternalError(str(self._failure))
+            if (set_id, name) in self._pending:
+                got = f"got a second operation of the name '{name}', expected one in flight"
+                refuse(got, "Wait for the first one, or give another name.")
+            self._pending[set_id, name] = operation
+            handle = next(self._numbers)
+            self._handles[handle] = operation
+        try:
+            self._order.announce(name, set_id, kind, terms, payload, can_have_zeros)
+        except dist.DistBackendError as error:
+            with self._lock:
+                self._pending.pop((set_id, name), None)
+                self._handles.pop(handle)
+            raise HorovodInternalError(str(error)) from None
+        return handle
+
+    def is_done(self, handle: int) -> bool:
+        return self._operation_of(handle).done.is_set()
+
+    def wait(self, handle: int) -> Any:
+        """Returns the result of an operation, once; None for a handle that is not known."""
+        operation = self._handles.get(handle)
+        if operation is None:
+            return None
+        operation.done.wait()
+        self._handles.pop(handle, None)
+        if operation.error is not None:
+            raise operation.error
+        return operation.result
+
+    def leave(self) -> None:
+        """Lets go of the others at the end of the process."""
+        self._order.close()
+
+    def close(self) -> None:
+        """Ends this rank's part; operations in flight raise."""
+        self._order.close()
+        self._thread.join()
+        del self._order
+        for set_id in list(self.groups):
+            self.remove_group(set_id)
+        dist.destroy_process_group(self._control)
+
+    def _operation_of(self, handle: int) -> Operation:
+        operation = self._handles.get(handle)
+        if operation is None:
+            refuse(f"got handle {handle!r}, expected one that is not synchronized", "Poll before.")
+        return operation
+
+    def _run(self) -> None:
+        try:
+            while (agreed := self._order.next()) is not None:
+                self._perform(agreed)
+            self._fail("this rank has shut down")
+        except dist.DistBackendError as error:
+            self._fail(str(error))
+
+    def _perform(self, agreed: AgreedOperation) -> None:
+        if agreed.kind == "report":
+            print(f"[horovod] some ranks wait: {agreed.error}", file=sys.stderr, flush=True)
+            return
+        with self._lock:
+            operation = self._pending.pop((agreed.set, agreed.name), None)
+        if operation is None:
+            assert self.zeros is not None
+            self.zeros(agreed.kind, agreed.terms, agreed.set)
+            return
+        if agreed.error:
+            operation.end(error=self.error_of(operation, agreed.error))
+            return
+        try:
+            payloads = [str(agreed.last_joined)] if agreed.kind == "join" else agreed.payloads
+            operation.end(operation.run(payloads))
+        except NotPossible as error:
+            operation.end(error=self.error_of(operation, str(error)))
+        except Exception as error:
+            own = self.error_of(operation, f"failed: {type(error).__name__}: {error}")
+            own.__cause__ = error
+            operation.end(error=own)
+
+    def error_of(self, operation: Operation, what: str) -> HorovodInternalError:
+        return operation_error(operation.kind, operation.name, what, self.rank, self.world)
+
+    def _fail(self, why: str) -> None:
+        with self._lock:
+            self._failure = HorovodInternalError(why)
+            pending, self._pending = list(self._pending.values()), {}
+        for operation in pending:
+            operation.end(error=self.error_of(operation, why))

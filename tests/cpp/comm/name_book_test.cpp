@@ -1,0 +1,117 @@
+#include <trireme/comm/name_book.h>
+
+#include <catch_torch.h>
+#include <string>
+#include <utility>
+#include <vector>
+
+using trireme::AgreedOperation;
+using trireme::NameBook;
+using trireme::NamedOperation;
+
+namespace name_book_test {
+namespace {
+
+const NameBook::Clock::time_point kNow{};
+
+NamedOperation allreduce(const std::string& name, const std::string& shape = "[3]") {
+  return {name, NameBook::kAllRanks, "allreduce", {{"shape", shape}}, "", true};
+}
+
+NamedOperation of_kind(const std::string& kind, const std::string& name, int64_t set = 0) {
+  return {name, set, kind, {}, "", false};
+}
+
+std::vector<NameBook::Decision> say(NameBook& book, int64_t rank, NamedOperation operation) {
+  return book.announce(rank, std::move(operation), kNow);
+}
+
+NamedOperation joined() { return of_kind(NameBook::kJoin, "join"); }
+
+TEST_CASE("An operation is decided when the last rank has named it", "[name_book]") {
+  NameBook book(3);
+  CHECK(say(book, 1, allreduce("a")).empty());
+  CHECK(say(book, 0, allreduce("b")).empty());
+  CHECK(say(book, 0, allreduce("a")).empty());
+  const auto decided = say(book, 2, allreduce("a"));
+  REQUIRE(decided.size() == 1);
+  CHECK(decided[0].agreed.operation.name == "a");
+  CHECK(decided[0].agreed.error.empty());
+  CHECK(decided[0].ranks == std::vector<int64_t>{0, 1, 2});
+  REQUIRE(book.waiting().size() == 1);
+  CHECK(book.waiting()[0].operation.name == "b");
+  CHECK(book.waiting()[0].issued == std::vector<int64_t>{0});
+  CHECK(book.waiting()[0].missing == std::vector<int64_t>{1, 2});
+}
+
+TEST_CASE("Payloads come in the order of the ranks of a set", "[name_book]") {
+  NameBook book(4);
+  CHECK(book.define_set(7, {1, 3}).empty());
+  NamedOperation gather = of_kind("allgather", "a", 7);
+  gather.payload = "three";
+  CHECK(say(book, 3, gather).empty());
+  gather.payload = "one";
+  const auto decided = say(book, 1, gather);
+  REQUIRE(decided.size() == 1);
+  CHECK(decided[0].agreed.payloads == std::vector<std::string>{"one", "three"});
+  CHECK(decided[0].ranks == std::vector<int64_t>{1, 3});
+}
+
+TEST_CASE("An operation of a set waits until the set is known", "[name_book]") {
+  NameBook book(2);
+  CHECK(say(book, 1, of_kind("barrier", "a", 5)).empty());
+  CHECK(book.define_set(5, {1}).size() == 1);
+}
+
+TEST_CASE("What ranks say otherwise is an error for those that said it", "[name_book]") {
+  NameBook book(2);
+  say(book, 1, allreduce("a", "[4]"));
+  auto decided = say(book, 0, allreduce("a"));
+  REQUIRE(decided.size() == 1);
+  CHECK(decided[0].agreed.error ==
+        "got another shape on each rank: rank 0 has [3], rank 1 has [4]");
+  say(book, 0, of_kind("allgather", "a"));
+  decided = say(book, 1, allreduce("a"));
+  REQUIRE(decided.size() == 1);
+  CHECK(decided[0].agreed.error ==
+        "got other operations: rank 0 has allgather, rank 1 has allreduce");
+  say(book, 0, allreduce("a"));
+  CHECK(say(book, 1, allreduce("a"))[0].agreed.error.empty());
+}
+
+TEST_CASE("Who has joined takes part with zeros", "[name_book]") {
+  NameBook book(3);
+  CHECK(say(book, 0, allreduce("a")).empty());
+  CHECK(say(book, 2, allreduce("a")).empty());
+  auto decided = say(book, 1, joined());
+  REQUIRE(decided.size() == 1);  // it was the last one that others waited for
+  CHECK(decided[0].ranks == std::vector<int64_t>{0, 1, 2});
+  CHECK(say(book, 0, of_kind("broadcast", "b")).empty());
+  decided = say(book, 2, of_kind("broadcast", "b"));
+  REQUIRE(decided.size() == 1);
+  CHECK(decided[0].agreed.error ==
+        "got broadcast while rank 1 has joined, expected allreduces only");
+  CHECK(decided[0].ranks == std::vector<int64_t>{0, 2});
+  CHECK(say(book, 2, joined()).empty());
+  decided = say(book, 0, joined());
+  REQUIRE(decided.size() == 1);
+  CHECK(decided[0].agreed.operation.kind == NameBook::kJoin);
+  CHECK(decided[0].agreed.last_joined == 0);
+  CHECK(say(book, 1, allreduce("c")).empty());  // it has not joined any more
+}
+
+TEST_CASE("What waits for too long is given up, and its name is free", "[name_book]") {
+  NameBook book(3);
+  say(book, 0, allreduce("a"));
+  say(book, 2, allreduce("a"));
+  say(book, 1, allreduce("b"));
+  const auto decided = book.give_up(book.waiting()[0], "too long");
+  REQUIRE(decided.size() == 1);
+  CHECK(decided[0].ranks == std::vector<int64_t>{0, 2});
+  CHECK(decided[0].agreed.error == "too long");
+  CHECK(book.waiting().size() == 1);
+  CHECK(say(book, 1, allreduce("a")).empty());
+}
+
+}  // namespace
+}  // namespace name_book_test

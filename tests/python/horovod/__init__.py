@@ -1,0 +1,1 @@
+"""trireme.horovod is tested here."""
