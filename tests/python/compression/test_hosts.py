@@ -12,6 +12,8 @@ from trireme.compression import Compression
 from compression.given import SIZES, Given, averaged, drawn
 from compression.hosts import hosts_of, of_hosts
 from compression.reference import Sender, mean_of
+from compression.strategies import ddp, sharded
+from fsdp.ranks import local
 from harness.deaths import Death, run_deaths
 from harness.faults import kill_this_rank, raises
 from harness.meeting import say, stay_until
@@ -60,25 +62,28 @@ def test_equals_numpy(layout: str, name: str) -> None:
     on_hosts(layout, train, layout, name)
 
 
-def outlive(rank: int, layout: str) -> None:
+def outlive(rank: int, layout: str, strategy: str) -> None:
     """Ranks of its host see it die; the others are told by them. No parameter has changed. Who says
     so may count ranks within its host."""
-    ddp = trireme.DistributedDataParallel(Given(SIZES), compression=c.Sign())
-    averaged(ddp, drawn(0, rank))
+    coded = {"ddp": ddp, "fully_shard": sharded}[strategy](c.Sign())
+    coded.averaged(drawn(0, rank))
 
     def die_when_others_come(*_: Any) -> None:
         stay_until(*(f"{other} comes" for other in range(len(LAYOUTS[layout])) if other != 1))
         kill_this_rank()
 
+    def watch(model: Given, _: Any) -> None:
+        model.held["matrix"].register_hook(die_when_others_come)
+
     if rank == 1:
-        ddp.module.held["matrix"].register_hook(die_when_others_come)
+        coded.model.register_forward_pre_hook(watch)
     say(f"{rank} comes")
     saw_it = LAYOUTS[layout][rank] == LAYOUTS[layout][1]
     with raises(dist.DistBackendError, "has died" if saw_it else ""):
-        averaged(ddp, drawn(1, rank))
-    assert not any(parameter.any() for parameter in ddp.parameters())
+        coded.averaged(drawn(1, rank))
+    assert not any(local(parameter).any() for parameter in coded.model.parameters())
 
 
 def test_a_killed_rank() -> None:
-    layouts = ("2x2", "1+3")
-    run_deaths(outlive, 4, [Death(1, (layout,), LAYOUTS[layout]) for layout in layouts])
+    cases = (("2x2", "ddp"), ("1+3", "ddp"), ("2x2", "fully_shard"))
+    run_deaths(outlive, 4, [Death(1, case, LAYOUTS[case[0]]) for case in cases])

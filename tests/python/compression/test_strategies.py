@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 import trireme
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from trireme import compression as c
 from trireme.compression import state_of
@@ -19,10 +20,10 @@ from compression.given import SIZES, Given, drawn
 from compression.hosts import hosts_of, of_hosts
 from compression.reference import Sender, mean_of
 from compression.strategies import METHODS, STRATEGIES, Coded, ddp, sharded, shared_folder, zero
-from fsdp.grid import on_grid
+from fsdp.grid import NAMES, on_grid
 from harness.faults import break_it, raises
 from harness.on_ranks import on_ranks, on_shm_and_gloo_ranks
-from harness.pretended_hosts import on_hosts
+from harness.pretended_hosts import on_hosts, place_of
 
 
 def numpy_of(gradients: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
@@ -214,6 +215,26 @@ def test_between_hosts(layout: str, strategy: str) -> None:
     on_hosts(layout, between_hosts, layout, strategy)
 
 
+def replicas_between_hosts(rank: int, world: int, layout: str) -> None:
+    """Of one shard each, replicas of a host send together, as under DDP."""
+    method = c.Int8(block=33)
+    made_anew = partial(dist.new_group, pg_options=place_of(rank, layout))
+    with patch.object(dist, "new_group", made_anew):
+        coded = sharded(method, mesh=init_device_mesh("cpu", (4, 1), mesh_dim_names=NAMES))
+    senders = [{name: Sender(method) for name in SIZES} for _ in hosts_of(layout)]
+    for step in range(3):
+        found = coded.averaged(drawn(step, rank))
+        for name, values in found.items():
+            inputs = of_hosts(layout, step, name)
+            sent = [senders[host][name].send(inputs[host]) for host in range(len(inputs))]
+            np.testing.assert_allclose(values, mean_of(sent), rtol=0, atol=1e-38)
+
+
+@pytest.mark.parametrize("layout", ["2x2", "1+3"])
+def test_replicas_between_hosts(layout: str) -> None:
+    on_hosts(layout, replicas_between_hosts, layout)
+
+
 @on_ranks()
 def test_what_is_refused(rank: int) -> None:
     """On all ranks alike."""
@@ -232,6 +253,11 @@ def test_what_is_refused(rank: int) -> None:
     model = nn.Sequential(trireme.fully_shard(nn.Linear(4, 4), compression=sign), nn.Linear(4, 4))
     trireme.fully_shard(model, compression=int8)
     with raises(ValueError, "Sign(", "Int8(", "Sequential"):
+        model(torch.ones(1, 4))
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)["shard"]
+    model = nn.Sequential(trireme.fully_shard(nn.Linear(4, 4), mesh=alone), nn.Linear(4, 4))
+    trireme.fully_shard(model, compression=int8)
+    with raises(NotImplementedError, "compression", "several meshes"):
         model(torch.ones(1, 4))
     inner = trireme.DistributedDataParallel(nn.Linear(4, 4), compression=sign)
     for outer in (None, int8):
