@@ -20,8 +20,7 @@ namespace trireme {
 // * On one host the copy lies in shared memory (shared_arena.h). Each rank writes its part of it,
 //   then compares all of it with its own input, bit by bit; the recomputation reads it in place. So
 //   the backward needs no other rank.
-// * OuterAllReduce hosts, and for GPU tensors, each rank keeps a slice. Values are compared by a
-// hash.
+// * Across hosts, and for GPU tensors, each rank keeps a slice. Values are compared by a hash.
 //   A recomputation gathers the slices, so ranks must run their backwards in one order.
 //
 // Ranks exchange descriptions of their inputs before any data moves. If these differ, all ranks

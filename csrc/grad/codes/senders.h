@@ -18,6 +18,9 @@ namespace trireme {
 // are its legs (comm/hosts/host_layout.h): leg j codes the j-th part of each parameter and
 // exchanges it with the legs j of other hosts. Where each rank sends for itself, it is a host of
 // its own.
+//
+// Codes leave when the sum of a host is there, in the order of one coder's buckets. Buckets of
+// several coders come in no common order, so each coder between hosts has communicators of its own.
 struct Senders {
   int64_t count = 1;
   int64_t number = 0;  // this rank's
@@ -28,6 +31,9 @@ struct Senders {
   // Join the ranks of this host, for sums before codes and means after them; null for a rank alone.
   std::shared_ptr<Communicator> inside = nullptr;
   std::shared_ptr<Communicator> spread = nullptr;
+  // Tells its communicators apart from those of others over the same ranks; free for others again
+  // when it is gone on all ranks. Null where each rank sends for itself.
+  std::shared_ptr<const size_t> slot = nullptr;
 
   bool has_leg() const { return leg < legs; }
   void announce_failure(const std::string& text) const noexcept;
