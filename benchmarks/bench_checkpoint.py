@@ -21,6 +21,10 @@ The speed of a load is that of the checkpoint's bytes, once per host, however ma
 Its target is half of the copy's, met when the median of the paired ratios of time is 2 at most; no
 verdict where there are more ranks than cores.
 
+saves (3 minutes): 2 ranks of DDP and of fully_shard save 200 MB of model and state, at once, beside
+nothing, and beside steps; torch's fully_shard by torch.distributed.checkpoint.async_save. What a
+save holds a rank for, and when it is durable.
+
 memory (2 minutes): what the ranks of the host take while loading, at the fullest moment, beyond the
 state that they have then; target: one unit.
 """
@@ -46,9 +50,11 @@ from measure.checkpoint_runs import (
     Loaded,
     Model,
     Saved,
+    SavesBeside,
     load_peak_mib,
     load_with,
     save_with,
+    saves_beside,
 )
 from measure.exit_codes import exit_code
 from measure.machine import cores, machine
@@ -57,7 +63,7 @@ from measure.stats import PairedRatio, verdict
 from measure.strategies import STRATEGIES
 from measure.table import table
 
-PARTS = ("warm", "cold", "memory")
+PARTS = ("warm", "cold", "saves", "memory")
 TIME_TARGET = 2.0  # times the copy's: half its speed
 UNITS_TARGET = 1.0
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
@@ -73,10 +79,11 @@ class Effort:
     rounds: int
     cold_rounds: int
     model: Model
+    saved: Model
 
 
-FULL = Effort(7, 5, Model(width=3072, units=16))
-QUICK = Effort(2, 1, Model(width=512, units=4))
+FULL = Effort(7, 5, Model(width=3072, units=16), Model(width=1024, units=16))  # 200 MB of state
+QUICK = Effort(2, 1, Model(width=512, units=4), Model(width=256, units=4))
 
 
 @dataclass(frozen=True)
@@ -128,7 +135,9 @@ def _bench(arguments: argparse.Namespace) -> int:
         checkpoints.save(sides)
         results["model"] = checkpoints.described()
         for part in parts:
-            if part == "memory":
+            if part == "saves":
+                results[part] = bench_saves(Path(scratch), effort)
+            elif part == "memory":
                 results[part] = bench_memory(checkpoints, sides)
             elif part == "cold" and not os.access(DROP_CACHES, os.W_OK):
                 print("cold: left out, for want of the right to drop the page cache\n")
@@ -264,6 +273,52 @@ def _fill_cache(folder: Path) -> None:
 def _drop_cache(folder: Path) -> None:
     os.sync()
     DROP_CACHES.write_text("1\n")
+
+
+SAVING_SIDES = (("trireme", "ddp"), ("trireme", "fsdp"), ("torch", "torch-fsdp2"))
+
+
+def bench_saves(scratch: Path, effort: Effort) -> list[dict[str, Any]]:
+    """Measures and prints what a save costs; returns its part of the JSON."""
+    rows: list[dict[str, Any]] = []
+    for library, strategy in SAVING_SIDES:
+        model, folder = effort.saved, str(scratch / f"saves-{strategy}")
+        world, threads = STRATEGIES[strategy].processes(2)
+        run = CheckpointRun(
+            library, strategy, world, threads, folder, model.width, model.units, effort.rounds
+        )
+        ranks = saves_beside(run)
+        rows.append({"library": library, "strategy": strategy, "ranks": list(map(asdict, ranks))})
+        rows[-1]["medians"] = {name: _of_slowest(ranks, name) for name in SAVED_COLUMNS}
+    cells = [
+        [
+            f"{row['library']}, {row['strategy']}",
+            *(f"{row['medians'][name]:.4g}" for name in SAVED_COLUMNS),
+        ]
+        for row in rows
+    ]
+    print(table(["a save", *SAVED_COLUMNS.values()], cells))
+    print(flush=True)
+    return rows
+
+
+SAVED_COLUMNS = {
+    "now_s": "synchronous, s",
+    "call_ms": "call, ms",
+    "stall_ms": "stall, ms",
+    "lost_s": "lost by steps, s",
+    "durable_s": "durable alone, s",
+    "durable_beside_s": "durable beside steps, s",
+    "part_copy_ms": "a copy of the part, ms",
+}
+
+
+def _of_slowest(ranks: Sequence[SavesBeside], name: str) -> float:
+    """The median over saves of what the slowest rank has measured."""
+    values = [getattr(rank, name) for rank in ranks]
+    if isinstance(values[0], float):
+        return max(values)
+    return statistics.median(map(max, zip(*values, strict=True)))
 
 
 def bench_memory(checkpoints: Checkpoints, sides: Sequence[Side]) -> list[dict[str, Any]]:

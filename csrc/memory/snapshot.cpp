@@ -54,7 +54,7 @@ struct LivingSnapshots {
   }
 };
 
-int64_t version_of(const at::Tensor& tensor) {
+int64_t counted_version(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : tensor._version();
 }
 
@@ -79,7 +79,7 @@ Snapshot::Snapshot(std::vector<at::Tensor> tensors)
   for (size_t i = 0; i < tensors_.size(); ++i) {
     const at::Tensor& tensor = tensors_[i];
     TORCH_INTERNAL_ASSERT(tensor.is_cpu() && tensor.is_contiguous());
-    versions_.push_back(version_of(tensor));
+    versions_.push_back(counted_version(tensor));
     first_block_.push_back(blocks_.size());
     const auto bytes = static_cast<int64_t>(tensor.nbytes());
     for (int64_t begin = 0; begin < bytes; begin += kBlockBytes)
@@ -128,7 +128,7 @@ void Snapshot::finish(Block& block) {
 
 // To be called while no announced writer may write the tensor.
 void Snapshot::compare_version(size_t tensor) {
-  if (version_of(tensors_[tensor]) != versions_[tensor]) is_overwritten_[tensor] = true;
+  if (counted_version(tensors_[tensor]) != versions_[tensor]) is_overwritten_[tensor] = true;
 }
 
 void Snapshot::keep() noexcept {

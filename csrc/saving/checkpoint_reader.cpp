@@ -112,11 +112,11 @@ void CheckpointReader::open_all(const CheckpointPlace& place) {
        {kOptimizerTensors, kCompressionTensors, kRoundsTensors, kRandomTensors, kTableTensors}) {
     const std::string other = index_name(kind);
     if (!belongs(other)) continue;
-    text_at(other, model);
     const CheckpointIndex index =
         read_index(folder_ + "/" + other, ranks_.where(), options_.verify);
     if (index.save != model.save)
       refuse("'" + other + "' of another save in '" + folder_ + "'", kRestore);
+    text_at(other, model);  // compares its checksum
     open(kind, index);
   }
   for (const char* text : {kOptimizerText, kExtraText})

@@ -20,16 +20,21 @@ from measure.checkpoint_runs import (
     Loaded,
     Model,
     Saved,
+    SavesBeside,
     check_sums,
     load_peak_mib,
+    saves_beside,
     sum_of,
     train_a_step,
 )
 from measure.ranks import RankFailed
 from measure.strategies import OptimizerSpec, Parallel, build_plain
 
-TINY = Effort(2, 1, Model(width=64, units=3))
+TINY = Effort(2, 1, Model(width=64, units=3), Model(width=64, units=3))
 SECONDS = {"fsdp": 0.5, "zero2": 1.0, "ddp": 2.5, "single": 0.8, "torch-fsdp2": 4.0}
+
+
+_SAVES = SavesBeside([0.2], [1.0], [2.0], [0.01], [0.21], [0.4], 9.0)
 
 
 def _load(run: CheckpointRun, _: Saved) -> Loaded:
@@ -46,6 +51,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_checkpoint, "save_with", lambda _: Saved(1.0, 0.0))
     monkeypatch.setattr(bench_checkpoint, "load_with", _load)
     monkeypatch.setattr(bench_checkpoint, "load_peak_mib", _peak)
+    monkeypatch.setattr(bench_checkpoint, "saves_beside", lambda _: [_SAVES, _SAVES])
     monkeypatch.setattr(bench_checkpoint, "cores", lambda: 2)
     monkeypatch.setattr(bench_checkpoint, "_drop_cache", lambda _: None)
     monkeypatch.setattr(bench_checkpoint, "DROP_CACHES", Path(__file__))
@@ -69,6 +75,7 @@ def test_speeds_and_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         # fully_shard on 2 ranks twice, ZeRO, DDP, 1 process: 4 ranks are more than there are cores.
         assert _verdicts(found[part]) == ["met", "met", "met", "missed", "met"]
     assert {row.get("verdict") for row in found["memory"]} == {"met", None}
+    assert [row["medians"]["stall_ms"] for row in found["saves"]] == [2.0, 2.0, 2.0]
     page = readme_results.written("docs/checkpoint.md")
     assert "1.7 GiB: 16 units of 36 MiB" in page
     assert "| a copy of the files |  |  | 1.00 | 1.81 |  |" in page
@@ -88,6 +95,14 @@ def test_cold_needs_the_right_to_drop_the_cache(
     assert "cold: left out" in capsys.readouterr().out
     assert "cold" not in json.loads(file.read_text())
     assert bench_checkpoint.main(["--only", "cool"]) == 2
+
+
+@pytest.mark.usefixtures("forked_measure")
+def test_small_saves_beside_steps(tmp_path: Path) -> None:
+    run = CheckpointRun("trireme", "ddp", 2, 1, str(tmp_path), 64, 3, saves=1)
+    for rank in saves_beside(run):
+        assert len(rank.stall_ms) == 1 and 0 < rank.stall_ms[0] < 1e4
+        assert rank.durable_beside_s[0] > 0 and rank.part_copy_ms > 0
 
 
 @pytest.mark.usefixtures("forked_measure")

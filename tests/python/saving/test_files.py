@@ -361,9 +361,6 @@ def test_files_that_the_index_names(tmp_path: Path) -> None:
                 number_at(path)
         file.write_bytes(kept)
     shutil.copy(other / "optimizer.safetensors.index.json", path)
-    with raises(ValueError, "optimizer.safetensors.index.json' whose bytes are not those"):
-        number_at(path)
-    _edit(path / INDEX, lambda _: None)
     with raises(ValueError, "'optimizer.safetensors.index.json' of another save"):
         number_at(path)
 
