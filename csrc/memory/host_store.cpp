@@ -1,6 +1,7 @@
 #include <trireme/memory/host_store.h>
 
 #include <trireme/common/forks.h>
+#include <trireme/memory/storage_access.h>
 #include <trireme/shm/segment.h>
 
 #include <ATen/ops/from_blob.h>
@@ -101,8 +102,8 @@ bool HostStore::holds(int64_t parameter, const at::Tensor& tensor) const {
     return false;
   if (info.numel == 0) return true;
   // fully_shard's parameters, for one, must not be read while they are not gathered.
-  const bool is_readable = !tensor.storage().unsafeGetStorageImpl()->throw_on_immutable_data_ptr();
-  return is_readable && tensor.is_contiguous() && tensor.const_data_ptr() == data_of(parameter);
+  return allows_access(*tensor.storage().unsafeGetStorageImpl()) && tensor.is_contiguous() &&
+         tensor.const_data_ptr() == data_of(parameter);
 }
 
 uint64_t HostStore::version() const {

@@ -3,6 +3,7 @@
 #include <trireme/common/error.h>
 #include <trireme/memory/buffer_pool.h>
 #include <trireme/memory/flat_buffer.h>
+#include <trireme/memory/storage_access.h>
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
@@ -163,7 +164,7 @@ Pending GatheredParams::gather_now(bool of_pieces, const std::string& label) {
 
 void GatheredParams::take_buffer(const std::string& label) {
   c10::StorageImpl& storage = *storage_.unsafeGetStorageImpl();
-  storage.clear_data_ptr_access_error_msg_();
+  allow_access(storage);
   storage.set_data_ptr_noswap(pool_->take(bytes_, label.c_str()));
   storage.set_nbytes(static_cast<size_t>(bytes_));
   has_memory_ = true;
@@ -190,13 +191,9 @@ void GatheredParams::release() {
   c10::StorageImpl& storage = *storage_.unsafeGetStorageImpl();
   storage.set_data_ptr_noswap(at::DataPtr(nullptr, device_));
   storage.set_nbytes(0);
-  refuse_access();
-}
-
-// torch would read from address 0.
-void GatheredParams::refuse_access() const {
   if (bytes_ == 0) return;
-  storage_.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
+  refuse_access(
+      storage,
       error_text("fully_shard", "got an access to parameters while they are not gathered",
                  communicator_->rank_of(), "Read this rank's shards, or call unshard() first."));
 }

@@ -90,7 +90,6 @@ class GatheredParams final : public ParamMemory {
   at::Tensor on_host(at::IntArrayRef sizes, const ShardedParamSpec& spec) const;
   void lay_out(Entry& entry, const at::Tensor& buffer, int64_t offset_bytes) const;
   void take_buffer(const std::string& label);
-  void refuse_access() const;
   Pending gather_now(bool of_pieces, const std::string& label);
   void copy_in_shards(bool only_replicated);
   void copy_pieces(bool into_buffer) const;
