@@ -202,7 +202,7 @@ TEST_CASE("compression is refused where nobody would follow it") {
     }
     return false;
   };
-  on_ranks<bool>(2, Engine::kGloo, [&](ThreadRank& rank) {
+  const auto all = on_ranks<bool>(2, Engine::kGloo, [&](ThreadRank& rank) {
     TORCH_CHECK(refused("stage 1", [&] {
       ZeroRedundancyOptimizer<SGD>(*net(), torch::optim::SGDOptions(0.1), rank.communicator,
                                    {.compression = int8});
@@ -219,6 +219,7 @@ TEST_CASE("compression is refused where nobody would follow it") {
     }));
     return true;
   });
+  CHECK(all == std::vector<bool>(2, true));
 }
 
 }  // namespace trireme::compressed_test
