@@ -83,7 +83,7 @@ PendingSave save_module(const ModuleSave& save) {
       ranks_of(save.options.communicator, plain_module(*save.trained.module));
   if (!save.options.asynchronous) return save_now(save, ranks, begin);
   TORCH_CHECK_VALUE(save.options.rounds == nullptr,
-                    error_text("saving", "got an asynchronous save with rounds", ranks.where(),
+                    error_text("saving", "got asynchronous=True with rounds", ranks.where(),
                                "Save rounds synchronously."));
   auto saver = communicator_of_saves(ranks);
   if (saver != nullptr || ranks.where().world == 1)
