@@ -37,6 +37,8 @@ std::optional<uint64_t> checksum_from(std::string_view text) {
   const char* end = text.data() + text.size();
   const auto [read, error] = std::from_chars(text.data(), end, checksum, 16);
   if (text.size() != 16 || error != std::errc() || read != end) return std::nullopt;
+  // Other digits of the same number, such as 'A' for 'a', are a byte that has turned over.
+  if (checksum_text(checksum) != text) return std::nullopt;
   return checksum;
 }
 

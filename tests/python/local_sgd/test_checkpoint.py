@@ -54,10 +54,10 @@ def test_goes_on_bit_for_bit(rank: int, name: str, tmp_path: Path) -> None:
         for step in range(7):
             train(model, optimizer, step, rank, 2)
         rounds.set_weight(1 + rank)
-        extra = trireme.save_checkpoint(
+        save = trireme.save_checkpoint(
             tmp_path / "saved", model, optimizer, rounds=rounds, extra={"step": 7}
         )
-        assert extra is None
+        assert save.done()
         for step in range(7, 14):
             train(model, optimizer, step, rank, 2)
     again, its_optimizer, outer, its_rounds = made(METHODS[name])
