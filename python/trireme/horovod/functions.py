@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,6 +73,17 @@ def _shapes(tensors: Tensors, first: int = 0) -> str:
     return ", ".join(str(list(tensor.shape[first:])) for tensor in tensors)
 
 
+def _terms_of_reduction(tensors: Tensors, op: ReduceOp, factors: tuple[float, float]) -> Terms:
+    """What ranks must say alike of a reduction; ``give_zeros`` reads it."""
+    return [
+        ("dtype", _dtypes(tensors)),
+        ("shape", _shapes(tensors)),
+        ("op", op.name),
+        ("prescale_factor", str(float(factors[0]))),
+        ("postscale_factor", str(float(factors[1]))),
+    ]
+
+
 def poll(handle: int) -> bool:
     """Says whether an operation is done, so that ``synchronize`` would not wait."""
     return engine().is_done(handle)
@@ -125,13 +136,7 @@ def _allreduce(
             reduction.in_place(tensor, group)
         return result(list(tensors))
 
-    terms = [
-        ("dtype", _dtypes(tensors)),
-        ("shape", _shapes(tensors)),
-        ("op", op.name),
-        ("prescale_factor", str(float(factors[0]))),
-        ("postscale_factor", str(float(factors[1]))),
-    ]
+    terms = _terms_of_reduction(tensors, op, factors)
     return _issue(kind, name, process_set, terms, work, can_have_zeros=op != Adasum)
 
 
@@ -139,7 +144,7 @@ def give_zeros(kind: str, terms: Terms, set_id: int) -> None:
     """Takes part in an allreduce of the others after ``join``."""
     said = dict(terms)
     dtypes = [getattr(torch, name) for name in said["dtype"].split(", ")]
-    shapes = ast.literal_eval(f"[{said['shape']}]")
+    shapes = json.loads(f"[{said['shape']}]")
     reduction = Reduction(
         ReduceOp[said["op"]], float(said["prescale_factor"]), float(said["postscale_factor"])
     )
@@ -338,7 +343,7 @@ def _allgather(
     rows = [tensor.detach().reshape(1) if tensor.dim() == 0 else tensor for tensor in tensors]
 
     def work(group: dist.ProcessGroup, payloads: list[str]) -> Any:
-        counts = [ast.literal_eval(payload) for payload in payloads]
+        counts = [json.loads(payload) for payload in payloads]
         return result(
             [_gather_rows(one, [count[i] for count in counts], group) for i, one in enumerate(rows)]
         )
@@ -548,7 +553,7 @@ def alltoall_async(
     def work(group: dist.ProcessGroup, payloads: list[str]) -> Any:
         if tensor.dim() == 0:
             raise NotPossible("got a scalar, expected a tensor with a first dimension")
-        received = [ast.literal_eval(payload)[group.rank()] for payload in payloads]
+        received = [json.loads(payload)[group.rank()] for payload in payloads]
         came = tensor.new_empty((sum(received), *tensor.shape[1:]))
         dist.all_to_all_single(came, tensor.detach().contiguous(), received, own, group=group)
         return came, torch.tensor(received, dtype=like.dtype, device=like.device)
@@ -613,13 +618,7 @@ def _reducescatter(
             raise NotPossible("got a scalar, expected a tensor with a first dimension")
         return result([reduction.scattered(tensor, group) for tensor in tensors])
 
-    terms = [
-        ("dtype", _dtypes(tensors)),
-        ("shape", _shapes(tensors)),
-        ("op", chosen.name),
-        ("prescale_factor", str(float(factors[0]))),
-        ("postscale_factor", str(float(factors[1]))),
-    ]
+    terms = _terms_of_reduction(tensors, chosen, factors)
     return _issue(kind, name, process_set, terms, work)
 
 
