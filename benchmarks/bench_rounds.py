@@ -14,19 +14,15 @@ A target is met when the median of the paired ratios is at or below it.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from measure.bad_input import BadInput
 from measure.bench_options import run_in_parts
-from measure.ranks import LAST_WORDS_LINES, RankFailed
+from measure.hosts_run import run_launched
 from measure.stats import PairedRatio
 from measure.table import table
 
@@ -34,7 +30,6 @@ ROOT = Path(__file__).resolve().parents[1]
 WORKER = ROOT / "benchmarks" / "measure" / "rounds_worker.py"
 PARTS: Mapping[str, str | None] = {"100mbit": "100mbit", "1gbit": "1gbit", "none": "", "host": None}
 RUN_LIMIT_S = 1200
-NO_NAMESPACES = 3  # exit code of examples/two_hosts.sh
 
 DDP, ALONE = "torch DDP", "no exchange"
 ROUNDS = {
@@ -107,21 +102,8 @@ def run_side(side: str, rate: str | None, period: int, steps: int, tiny: bool) -
     launch = ["bash", str(ROOT / "examples" / "two_hosts.sh")]
     if rate is None:
         launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    with tempfile.TemporaryDirectory(prefix="bench") as scratch:
-        finished = subprocess.run(
-            [*launch, str(WORKER), side, str(period), str(steps), scratch],
-            capture_output=True,
-            text=True,
-            timeout=RUN_LIMIT_S,
-            check=False,
-            env=environment,
-        )
-        found = [json.loads(file.read_text()) for file in sorted(Path(scratch).iterdir())]
-    if finished.returncode == NO_NAMESPACES:
-        raise BadInput("bench_rounds", finished.stderr.strip(), "Run it as root, with iproute2.")
-    if finished.returncode != 0 or len(found) != 2:
-        words = "\n".join(finished.stderr.splitlines()[-LAST_WORDS_LINES:])
-        raise RankFailed(f"[bench_rounds] {side}: a rank failed. It printed last:\n{words}")
+    command = [*launch, str(WORKER), side, str(period), str(steps)]
+    found = run_launched("bench_rounds", side, command, environment, 2, RUN_LIMIT_S)
     return {what: max(rank[what] for rank in found) for what in ("step_ms", "sent")}
 
 

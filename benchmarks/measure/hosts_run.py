@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from measure.bad_input import BadInput
 from measure.fresh_run import rank_config
@@ -26,6 +28,36 @@ class HostsRun:
 
     step_ms: float
     sent_mb: list[float]
+
+
+def run_launched(
+    area: str,
+    label: str,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    files: int,
+    limit_s: float,
+) -> list[dict[str, Any]]:
+    """Runs `command` with a folder behind it; returns the JSON of the `files` that it writes there.
+
+    Raises RankFailed, and BadInput where examples/two_hosts.sh can make no namespaces.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench") as scratch:
+        finished = subprocess.run(
+            [*command, scratch],
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+            env=environment,
+        )
+        found = [json.loads(file.read_text()) for file in sorted(Path(scratch).iterdir())]
+    if finished.returncode == NO_NAMESPACES:
+        raise BadInput(area, finished.stderr.strip(), "Run it as root, with iproute2.")
+    if finished.returncode != 0 or len(found) != files:
+        words = "\n".join(finished.stderr.splitlines()[-LAST_WORDS_LINES:])
+        raise RankFailed(f"[{area}] {label}: a rank failed. It printed last:\n{words}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -53,22 +85,8 @@ class TwoHosts:
             "RANKS": str(self.ranks_per_host),
             "RATE": self.rate,
         }
-        with tempfile.TemporaryDirectory(prefix="bench") as scratch:
-            finished = subprocess.run(
-                [*command, config.to_json(), str(steps), scratch],
-                capture_output=True,
-                text=True,
-                timeout=self.limit_s,
-                check=False,
-                env=environment,
-            )
-            found = [json.loads(file.read_text()) for file in sorted(Path(scratch).iterdir())]
-        if finished.returncode == NO_NAMESPACES:
-            raise BadInput(self.area, finished.stderr.strip(), "Run it as root, with iproute2.")
-        if finished.returncode != 0 or len(found) != HOSTS:
-            words = "\n".join(finished.stderr.splitlines()[-LAST_WORDS_LINES:])
-            failed = f"[{self.area}] {side.label}: a rank failed. It printed last:\n{words}"
-            raise RankFailed(failed)
+        command += [config.to_json(), str(steps)]
+        found = run_launched(self.area, side.label, command, environment, HOSTS, self.limit_s)
         return HostsRun(
             step_ms=max(host["step_ms"] for host in found),
             sent_mb=[host["sent_mb"] for host in found],
