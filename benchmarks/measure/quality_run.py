@@ -101,6 +101,7 @@ def _loss_of(task: Task, method: Any, seed: int, steps: int, rank: int) -> float
     torch.manual_seed(seed)
     ddp = trireme.DistributedDataParallel(make_net(), compression=method)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=2e-3)
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     drawn = torch.Generator().manual_seed(seed)
     tests = draw(TESTED, drawn)
     for _ in range(steps):
@@ -108,6 +109,7 @@ def _loss_of(task: Task, method: Any, seed: int, steps: int, rank: int) -> float
         optimizer.zero_grad()
         nn.functional.cross_entropy(ddp(inputs), targets).backward()
         optimizer.step()
+        decay.step()
     with torch.no_grad():
         return float(nn.functional.cross_entropy(ddp(tests[0]), tests[1]))
 

@@ -18,7 +18,13 @@ namespace {
 
 constexpr auto kFloatBytes = static_cast<int64_t>(sizeof(float));
 constexpr int64_t kPlaceBits = 32;
+constexpr int32_t kInfinityBits = 0x7f800000;
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+const cpu::SparseLoops& best_sparse_loops() {
+  static const cpu::SparseLoops& best = cpu::supported_sparse_loops().back();
+  return best;
+}
 
 // The two sizes of a chunk's values.
 struct Sizes {
@@ -99,34 +105,47 @@ class Coder {
 
   void code_run(int64_t begin, int64_t numel) {
     const int64_t count = sent_of(format_.density, numel);
-    picked_.clear();
-    if (add_up(begin, numel)) {
-      from_.threshold != nullptr ? pick_above(threshold(count), count) : pick_largest(count);
-      has_sizes(format_) ? write_sizes() : write_values(count);
-      if (from_.residual) std::copy(sums_.begin(), sums_.end(), from_.residual + begin);
-    } else {
+    const cpu::SparseSums sums = sums_of(begin, numel);
+    if (best_sparse_loops().largest(sums) >= kInfinityBits) {
       write_nan(count);
+    } else if (from_.threshold != nullptr) {
+      take_above(sums, count);
+    } else {
+      take_largest(sums, count);
     }
     sent_ += count;
     ++runs_;
   }
 
-  // Returns whether all sums are finite.
-  bool add_up(int64_t begin, int64_t numel) {
-    sums_.resize(static_cast<size_t>(numel));
-    for (int64_t i = 0; i < numel; ++i) {
-      const float kept = from_.residual ? from_.decay * from_.residual[begin + i] : 0.0F;
-      sums_[static_cast<size_t>(i)] = from_.values[begin + i] + kept;
-    }
-    bool is_finite = true;
-    for (const float sum : sums_) is_finite = is_finite && std::isfinite(sum);
-    return is_finite;
+  cpu::SparseSums sums_of(int64_t begin, int64_t numel) const {
+    float* residual = from_.residual ? from_.residual + begin : nullptr;
+    return {from_.values + begin, residual, numel, from_.decay};
   }
 
   // The code of a run with fewer values than there is room for ends with zeros at place 0.
-  void write_values(int64_t count) {
+  void take_above(const cpu::SparseSums& sums, int64_t count) {
+    places_.resize(static_cast<size_t>(count));
+    float* values = reinterpret_cast<float*>(code_) + sent_;
+    const int64_t taken = best_sparse_loops().take_large(sums, threshold(sums, count),
+                                                         {values, places_.data(), count});
+    std::fill(values + taken, values + count, 0.0F);
+    for (size_t i = 0; i < static_cast<size_t>(taken); ++i) write_number(i, places_[i]);
+  }
+
+  void take_largest(const cpu::SparseSums& sums, int64_t count) {
+    sums_.resize(static_cast<size_t>(sums.numel));
+    for (size_t i = 0; i < sums_.size(); ++i) sums_[i] = sum_at(sums, static_cast<int64_t>(i));
+    pick_largest(count);
+    has_sizes(format_) ? write_sizes() : write_values();
+    if (sums.residual) std::copy(sums_.begin(), sums_.end(), sums.residual);
+  }
+
+  static float sum_at(const cpu::SparseSums& from, int64_t i) {
+    return from.values[i] + (from.residual ? from.decay * from.residual[i] : 0.0F);
+  }
+
+  void write_values() {
     auto* values = reinterpret_cast<float*>(code_) + sent_;
-    std::fill_n(values, count, 0.0F);
     for (size_t i = 0; i < picked_.size(); ++i) {
       values[i] = std::exchange(sums_[picked_[i]], 0.0F);
       write_number(i, picked_[i]);
@@ -181,6 +200,7 @@ class Coder {
   }
 
   void pick_largest(int64_t count) {
+    picked_.clear();
     sizes_.resize(sums_.size());
     for (size_t i = 0; i < sums_.size(); ++i) sizes_[i] = std::abs(sums_[i]);
     std::nth_element(sizes_.begin(), sizes_.begin() + (count - 1), sizes_.end(), std::greater<>());
@@ -193,17 +213,9 @@ class Coder {
     }
   }
 
-  void pick_above(float least, int64_t count) {
-    for (size_t i = 0; i < sums_.size() && count > 0; ++i) {
-      if (std::abs(sums_[i]) < least || sums_[i] == 0) continue;
-      picked_.push_back(i);
-      --count;
-    }
-  }
-
   // Returns the size above which a sample has as many values as are to be sent.
-  float threshold(int64_t count) {
-    const auto numel = static_cast<int64_t>(sums_.size());
+  float threshold(const cpu::SparseSums& sums, int64_t count) {
+    const int64_t numel = sums.numel;
     const double density = static_cast<double>(count) / static_cast<double>(numel);
     const auto wanted = static_cast<int64_t>(kSampled / density);
     const int64_t sample = std::clamp<int64_t>(wanted, kLeastSample, numel / 2);
@@ -211,7 +223,7 @@ class Coder {
     sizes_.resize(static_cast<size_t>(sample));
     auto place = static_cast<int64_t>(from_.draw % static_cast<uint32_t>(numel));
     for (float& size : sizes_) {
-      size = std::abs(sums_[static_cast<size_t>(place)]);
+      size = std::abs(sum_at(sums, place));
       place = (place + stride) % numel;
     }
     const auto nth = static_cast<int64_t>(density * static_cast<double>(sample));
@@ -233,9 +245,10 @@ class Coder {
   std::vector<std::byte> numbers_;
   std::vector<float> sums_;
   std::vector<float> sizes_;
-  std::vector<size_t> picked_;  // places of a run that are sent
-  double mean_ = 0;             // of their sizes
-  int64_t sent_ = 0;            // values of the runs before
+  std::vector<size_t> picked_;    // places of a run that are sent
+  std::vector<uint32_t> places_;  // the same, above a threshold
+  double mean_ = 0;               // of their sizes
+  int64_t sent_ = 0;              // values of the runs before
   int64_t runs_ = 0;
 };
 

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string_view>
 
 namespace trireme {
 
@@ -55,4 +56,36 @@ TRIREME_API void encode(const SparseFormat& format, const SparseValues& from, st
 TRIREME_API void decode(const SparseFormat& format, std::span<const std::byte* const> codes,
                         float* to, int64_t numel, float factor);
 
+namespace cpu {
+
+// values + decay * residual; the residual may be null.
+struct SparseSums {
+  const float* values;
+  float* residual;
+  int64_t numel;
+  float decay;
+};
+
+// Where the sums that are sent go, with their places; `room` of each.
+struct SparsePicks {
+  float* values;
+  uint32_t* places;
+  int64_t room;
+};
+
+// The loops over a run of one instruction set. All sets give the same bits, save those of a NaN.
+struct SparseLoops {
+  std::string_view isa;
+  // Returns the bits of the largest size: 0x7f800000 and above if not all sums are finite.
+  int32_t (*largest)(const SparseSums& from);
+  // Takes the first sums other than 0 that are at least as large as `threshold`, and leaves the
+  // rest in the residual. Returns how many it took.
+  int64_t (*take_large)(const SparseSums& from, float threshold, const SparsePicks& to);
+};
+
+// Returns the loops that this processor can run, the fastest last; exported for the tests, which
+// run each of them.
+TRIREME_API std::span<const SparseLoops> supported_sparse_loops();
+
+}  // namespace cpu
 }  // namespace trireme

@@ -1,10 +1,12 @@
 #include <trireme/kernels/sparse_codes.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <numeric>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "catch_torch.h"
@@ -135,6 +137,41 @@ TEST_CASE("a threshold sends at most as many, and nothing is lost") {
     if (step >= 5) all += count;
   }
   CHECK(all >= 15 * 800);
+}
+
+TEST_CASE("every instruction set takes the same sums above a threshold, and leaves the same rest") {
+  for (const int64_t numel : {1, 7, 64, 1000, 1025}) {
+    for (const bool has_residual : {false, true}) {
+      for (const int64_t room : {numel, numel / 4}) {
+        INFO(numel << " values, room for " << room << ", residual " << has_residual);
+        const Floats values = drawn(numel, 1);
+        const Floats before = drawn(numel, 2);
+        for (const cpu::SparseLoops& loops : cpu::supported_sparse_loops()) {
+          INFO("instruction set " << loops.isa);
+          Floats residual = before;
+          const cpu::SparseSums from{values.data(), has_residual ? residual.data() : nullptr, numel,
+                                     0.75F};
+          Floats sums = values;
+          for (size_t i = 0; has_residual && i < sums.size(); ++i) sums[i] += 0.75F * before[i];
+          float most = 0;
+          for (const float sum : sums) most = std::max(most, std::abs(sum));
+          CHECK(std::bit_cast<float>(loops.largest(from)) == most);
+          Floats taken(static_cast<size_t>(room), 0);
+          std::vector<uint32_t> places(static_cast<size_t>(room));
+          const int64_t count = loops.take_large(from, 4, {taken.data(), places.data(), room});
+          int64_t expected = 0;
+          for (size_t i = 0; i < sums.size(); ++i) {
+            if (std::abs(sums[i]) >= 4 && expected < room) {
+              REQUIRE(places[static_cast<size_t>(expected)] == i);
+              REQUIRE(taken[static_cast<size_t>(expected++)] == std::exchange(sums[i], 0.0F));
+            }
+          }
+          CHECK(count == expected);
+          if (has_residual) CHECK(residual == sums);
+        }
+      }
+    }
+  }
 }
 
 TEST_CASE("a run that holds what is not finite says so, and keeps its residual") {
