@@ -21,9 +21,12 @@ The speed of a load is that of the checkpoint's bytes, once per host, however ma
 Its target is half of the copy's, met when the median of the paired ratios of time is 2 at most; no
 verdict where there are more ranks than cores.
 
-saves (3 minutes): 2 ranks of DDP and of fully_shard save 200 MB of model and state, at once, beside
-nothing, and beside steps; torch's fully_shard by torch.distributed.checkpoint.async_save. What a
-save holds a rank for, and when it is durable.
+saves (6 minutes): 2 ranks of one thread train `gpt` and `mlp`, 170 and 200 MB of fp32 with the
+state of AdamW, by DDP and fully_shard, and save at once, beside nothing, and beside steps; torch's
+classes with torch.distributed.checkpoint.async_save, whose thread has a group of its own. All sides
+are ready at the same time and save in turns; before each save all is on the disk that was written.
+What checksums add to a save is taken to be what they add to a load of the same bytes, which the
+ranks share alike.
 
 memory (2 minutes): what the ranks of the host take while loading, at the fullest moment, beyond the
 state that they have then; target: one unit.
@@ -39,7 +42,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,15 +54,24 @@ from measure.checkpoint_runs import (
     Loaded,
     Model,
     Saved,
-    SavesBeside,
     load_peak_mib,
     load_with,
     save_with,
-    saves_beside,
 )
 from measure.exit_codes import exit_code
 from measure.machine import cores, machine
 from measure.results import write_results
+from measure.save_runs import (
+    SaveCost,
+    SaveRun,
+    load_seconds,
+    medians,
+    peaks_mib,
+    saving_ranks,
+)
+from measure.save_runs import (
+    save_with as cost_of_save,
+)
 from measure.stats import PairedRatio, verdict
 from measure.strategies import STRATEGIES
 from measure.table import table
@@ -79,11 +92,10 @@ class Effort:
     rounds: int
     cold_rounds: int
     model: Model
-    saved: Model
 
 
-FULL = Effort(7, 5, Model(width=3072, units=16), Model(width=1024, units=16))  # 200 MB of state
-QUICK = Effort(2, 1, Model(width=512, units=4), Model(width=256, units=4))
+FULL = Effort(7, 5, Model(width=3072, units=16))
+QUICK = Effort(2, 1, Model(width=512, units=4))
 
 
 @dataclass(frozen=True)
@@ -132,11 +144,12 @@ def _bench(arguments: argparse.Namespace) -> int:
     results: dict[str, Any] = {"machine": machine(), "quick": arguments.quick}
     with tempfile.TemporaryDirectory(prefix="bench", dir=arguments.folder) as scratch:
         checkpoints = Checkpoints(Path(scratch), effort.model)
-        checkpoints.save(sides)
-        results["model"] = checkpoints.described()
+        if set(parts) != {"saves"}:
+            checkpoints.save(sides)
+            results["model"] = checkpoints.described()
         for part in parts:
             if part == "saves":
-                results[part] = bench_saves(Path(scratch), effort)
+                results[part] = bench_saves(Path(scratch), effort.rounds)
             elif part == "memory":
                 results[part] = bench_memory(checkpoints, sides)
             elif part == "cold" and not os.access(DROP_CACHES, os.W_OK):
@@ -275,50 +288,108 @@ def _drop_cache(folder: Path) -> None:
     DROP_CACHES.write_text("1\n")
 
 
-SAVING_SIDES = (("trireme", "ddp"), ("trireme", "fsdp"), ("torch", "torch-fsdp2"))
-
-
-def bench_saves(scratch: Path, effort: Effort) -> list[dict[str, Any]]:
-    """Measures and prints what a save costs; returns its part of the JSON."""
-    rows: list[dict[str, Any]] = []
-    for library, strategy in SAVING_SIDES:
-        model, folder = effort.saved, str(scratch / f"saves-{strategy}")
-        world, threads = STRATEGIES[strategy].processes(2)
-        run = CheckpointRun(
-            library, strategy, world, threads, folder, model.width, model.units, effort.rounds
-        )
-        ranks = saves_beside(run)
-        rows.append({"library": library, "strategy": strategy, "ranks": list(map(asdict, ranks))})
-        rows[-1]["medians"] = {name: _of_slowest(ranks, name) for name in SAVED_COLUMNS}
-    cells = [
-        [
-            f"{row['library']}, {row['strategy']}",
-            *(f"{row['medians'][name]:.4g}" for name in SAVED_COLUMNS),
-        ]
-        for row in rows
-    ]
-    print(table(["a save", *SAVED_COLUMNS.values()], cells))
-    print(flush=True)
-    return rows
-
-
+# Rows of a rank's batch, and steps beside a save.
+SAVING_WORKLOADS = {"gpt": (8, 3), "mlp": (16, 30)}
+SAVING_SIDES = (
+    ("trireme", "ddp", "torch-ddp"),
+    ("trireme", "fsdp", "torch-fsdp2"),
+    ("torch", "torch-ddp", ""),
+    ("torch", "torch-fsdp2", ""),
+)
 SAVED_COLUMNS = {
     "now_s": "synchronous, s",
     "call_ms": "call, ms",
     "stall_ms": "stall, ms",
     "lost_s": "lost by steps, s",
     "durable_s": "durable alone, s",
-    "durable_beside_s": "durable beside steps, s",
-    "part_copy_ms": "a copy of the part, ms",
+    "beside_s": "durable beside steps, s",
+    "copy_ms": "a copy of the part, ms",
 }
+STALL_MS = 2.0
+PEAK_MIB = 64.0
 
 
-def _of_slowest(ranks: Sequence[SavesBeside], name: str) -> float:
-    """The median over saves of what the slowest rank has measured."""
-    values = [getattr(rank, name) for rank in ranks]
-    if isinstance(values[0], float):
-        return max(values)
-    return statistics.median(map(max, zip(*values, strict=True)))
+def bench_saves(scratch: Path, rounds: int) -> dict[str, Any]:
+    """Measures and prints what a save costs; returns its part of the JSON."""
+    return {workload: _bench_saves_of(workload, scratch, rounds) for workload in SAVING_WORKLOADS}
+
+
+def _bench_saves_of(workload: str, scratch: Path, rounds: int) -> dict[str, Any]:
+    rows, steps = SAVING_WORKLOADS[workload]
+    loads: dict[str, list[list[float]]] = {}
+    peaks: dict[str, list[float]] = {}
+    with ExitStack() as stack:
+        groups = {}
+        for library, strategy, _ in SAVING_SIDES:
+            folder = str(scratch / f"{workload}-{strategy}")
+            run = SaveRun(library, strategy, workload, rows, steps, folder)
+            groups[strategy] = stack.enter_context(saving_ranks(run, scratch))
+        costs: dict[str, list[SaveCost]] = {strategy: [] for strategy in groups}
+        for number in range(rounds):
+            for strategy in list(groups) if number % 2 == 0 else reversed(groups):
+                costs[strategy].append(cost_of_save(groups[strategy]))
+        for library, strategy, _ in SAVING_SIDES:
+            if library == "trireme":
+                loads[strategy] = [load_seconds(groups[strategy]) for _ in range(rounds)]
+            if workload == "gpt":
+                peaks[strategy] = peaks_mib(groups[strategy])
+    found = {
+        "costs": {side: [asdict(cost) for cost in of_side] for side, of_side in costs.items()},
+        "medians": {side: medians(of_side) for side, of_side in costs.items()},
+        "loads_s": loads,
+        "peaks_mib": peaks,
+        "goals": _save_goals(workload, costs, loads, peaks),
+    }
+    cells = [
+        [f"{workload}, {side}", *(f"{row[name]:.4g}" for name in SAVED_COLUMNS)]
+        for side, row in found["medians"].items()
+    ]
+    print(table(["a save", *SAVED_COLUMNS.values()], cells))
+    for goal in found["goals"]:
+        print(f"  {goal['side']}, {goal['what']}: {goal['median']:.3g}, {goal['verdict']}")
+    print(flush=True)
+    return found
+
+
+def _save_goals(
+    workload: str,
+    costs: Mapping[str, Sequence[SaveCost]],
+    loads: Mapping[str, Sequence[Sequence[float]]],
+    peaks: Mapping[str, Sequence[float]],
+) -> list[dict[str, Any]]:
+    goals: list[dict[str, Any]] = []
+
+    def add(side: str, what: str, ratio: dict[str, Any]) -> None:
+        goals.append({"side": side, "what": what, **ratio})
+
+    def paired(
+        side: str, what: str, ours: Sequence[float], theirs: Sequence[float], target: float
+    ) -> None:
+        add(side, what, PairedRatio.of(ours, theirs, target).to_json())
+
+    def absolute(side: str, what: str, value: float, target: float) -> None:
+        add(side, what, {"median": value, "target": target, "verdict": verdict(value, target)})
+
+    for _, side, other in SAVING_SIDES[:2]:
+        ours = {name: [getattr(cost, name) for cost in costs[side]] for name in SAVED_COLUMNS}
+        torchs = {name: [getattr(cost, name) for cost in costs[other]] for name in SAVED_COLUMNS}
+        paired(side, "durable alone / synchronous", ours["durable_s"], ours["now_s"], 1.15)
+        if workload == "mlp":
+            paired(side, "stall / a copy of the part", ours["stall_ms"], ours["copy_ms"], 1.3)
+            continue
+        paired(side, "stall / call of async_save", ours["stall_ms"], torchs["call_ms"], 0.05)
+        absolute(side, "stall, ms", statistics.median(ours["stall_ms"]), STALL_MS)
+        paired(side, "durable beside steps / async_save", ours["beside_s"], torchs["beside_s"], 0.5)
+        lost = [max(0.0, seconds) for seconds in ours["lost_s"]]
+        paired(side, "lost by steps / synchronous", lost, ours["now_s"], 0.5)
+        with_s, without_s = map(list, zip(*loads[side], strict=True))
+        paired(side, "load with checksums / without", with_s, without_s, 1.35)
+        hashing = statistics.median(with_s) - statistics.median(without_s)
+        bare = [seconds - hashing for seconds in ours["now_s"]]
+        paired(side, "save with checksums / without", ours["now_s"], bare, 1.1)
+        above = peaks[side][0] - peaks[side][1]
+        absolute(side, "memory beyond training, MiB", above, PEAK_MIB)
+    return goals
 
 
 def bench_memory(checkpoints: Checkpoints, sides: Sequence[Side]) -> list[dict[str, Any]]:

@@ -52,7 +52,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 def _bench(part: str, quick: bool, results: dict[str, Any]) -> bool:
     print(f"{part}:", flush=True)
-    turns, periods = (1, 1) if quick else (7, 2)
+    turns, periods = (1, 1) if quick else (7 if PARTS[part] is None else 3, 2)
     runs: dict[str, list[dict[str, float]]] = {side: [] for side in (DDP, ALONE, *ROUNDS)}
     for turn in range(turns):
         sides = list(runs) if turn % 2 == 0 else list(runs)[::-1]

@@ -4,7 +4,6 @@ Run as a rank (`python -m measure.checkpoint_runs CONFIG`) it builds a model and
 JSON object per line on standard input):
   {"do": "save"}   trains a step, so that there is a state, and saves
   {"do": "load"}   loads; both reply with their seconds
-  {"do": "beside"} saves at once, then beside nothing and beside steps; replies with SavesBeside
   {"do": "sum"}    replies with the sum of all parameters and moments
   {"do": "stop"}   leaves the process group and ends
 """
@@ -14,7 +13,6 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import os
 import sys
 import tempfile
 import time
@@ -44,9 +42,6 @@ IMPORTED = (
     "torch.distributed.tensor",
     "trireme",
 )
-
-
-BESIDE_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -82,8 +77,6 @@ class CheckpointRun:
     folder: str
     width: int
     units: int
-    saves: int = 0
-    """How many are measured, of each kind."""
 
     @property
     def model(self) -> Model:
@@ -107,27 +100,6 @@ class Loaded:
     seconds: float
     reading_s: float
     held_mib: float
-
-
-@dataclass(frozen=True)
-class SavesBeside:
-    """Of one rank, once per save. `call_ms`: of an asynchronous save; `stall_ms`: what threads of
-    the rank were held by it in all (of torch's: the call); `lost_s`: by how much steps took longer
-    for it; `durable_s`: until it is on the disk, with nothing beside and with steps beside."""
-
-    now_s: list[float]
-    call_ms: list[float]
-    stall_ms: list[float]
-    lost_s: list[float]
-    durable_s: list[float]
-    durable_beside_s: list[float]
-    part_copy_ms: float
-
-
-def saves_beside(run: CheckpointRun) -> list[SavesBeside]:
-    """Returns what each rank has measured."""
-    with _ranks(run) as group:
-        return [SavesBeside(**reply) for reply in group.ask({"do": "beside"})]
 
 
 def save_with(run: CheckpointRun) -> Saved:
@@ -197,11 +169,9 @@ def _ranks(run: CheckpointRun) -> Iterator[RankGroup]:
 
 
 class Library(Protocol):
-    """How model and optimizer are saved and loaded. `load` returns the seconds spent reading;
-    `save_beside` what waits for the save, and returns the ms that it has held this rank for."""
+    """How model and optimizer are saved and loaded. `load` returns the seconds spent reading."""
 
     def save(self, folder: str, parallel: Parallel) -> None: ...
-    def save_beside(self, folder: str, parallel: Parallel) -> Callable[[], float | None]: ...
     def load(self, folder: str, parallel: Parallel) -> float: ...
 
 
@@ -210,19 +180,6 @@ class Trireme:
         import trireme
 
         trireme.save_checkpoint(folder, parallel.module, parallel.optimizer)
-
-    def save_beside(self, folder: str, parallel: Parallel) -> Callable[[], float | None]:
-        import trireme
-
-        pending = trireme.save_checkpoint(
-            folder, parallel.module, parallel.optimizer, asynchronous=True
-        )
-
-        def wait() -> float:
-            pending.wait()
-            return pending.stall_ms
-
-        return wait
 
     def load(self, folder: str, parallel: Parallel) -> float:
         import trireme
@@ -242,19 +199,6 @@ class Torch:
 
         model, optimizer = get_state_dict(parallel.module, parallel.optimizer)
         checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-
-    def save_beside(self, folder: str, parallel: Parallel) -> Callable[[], float | None]:
-        from torch.distributed import checkpoint
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
-        model, optimizer = get_state_dict(parallel.module, parallel.optimizer)
-        state = {"model": model, "optimizer": optimizer}
-        future: Any = checkpoint.async_save(state, checkpoint_id=folder)
-
-        def wait() -> None:
-            future.result()
-
-        return wait
 
     def load(self, folder: str, parallel: Parallel) -> float:
         from torch.distributed import checkpoint
@@ -291,65 +235,6 @@ def _save(run: CheckpointRun, parallel: Parallel) -> dict[str, float]:
     return {"seconds": time.perf_counter() - start}
 
 
-def _step_seconds(run: CheckpointRun, parallel: Parallel, steps: int) -> float:
-    start = time.perf_counter()
-    for _ in range(steps):
-        train_a_step(parallel, run.width)
-    return time.perf_counter() - start
-
-
-def _beside(run: CheckpointRun, parallel: Parallel) -> dict[str, Any]:
-    library, steps = LIBRARIES[run.library], BESIDE_STEPS
-    _step_seconds(run, parallel, 2)
-    found = SavesBeside([], [], [], [], [], [], _part_copy_ms(run, parallel))
-    library.save_beside(f"{run.folder}/first", parallel)()  # makes what the first one makes
-    for number in range(run.saves + 1):
-        _meet(run)
-        start = time.perf_counter()
-        library.save(f"{run.folder}/now", parallel)
-        now_s = time.perf_counter() - start
-        _meet(run)
-        start = time.perf_counter()
-        library.save_beside(f"{run.folder}/alone", parallel)()
-        durable_s = time.perf_counter() - start
-        _meet(run)
-        plain_s = _step_seconds(run, parallel, steps)
-        _meet(run)
-        start = time.perf_counter()
-        wait = library.save_beside(f"{run.folder}/beside", parallel)
-        call_s = time.perf_counter() - start
-        lost_s = call_s + _step_seconds(run, parallel, steps) - plain_s
-        stall_ms = wait()
-        durable_beside_s = time.perf_counter() - start
-        if number == 0:
-            continue  # warms up
-        found.now_s.append(now_s)
-        found.call_ms.append(call_s * 1e3)
-        found.stall_ms.append(call_s * 1e3 if stall_ms is None else stall_ms)
-        found.lost_s.append(lost_s)
-        found.durable_s.append(durable_s)
-        found.durable_beside_s.append(durable_beside_s)
-    return asdict(found)
-
-
-def _meet(run: CheckpointRun) -> None:
-    os.sync()
-    if run.world > 1:
-        dist.barrier()
-
-
-def _part_copy_ms(run: CheckpointRun, parallel: Parallel) -> float:
-    """Milliseconds of one copy of what this rank writes, into memory that is there."""
-    states = memory.optimizer_state(parallel.optimizer)
-    tensors = [memory.local_of(it) for it in (*parallel.module.parameters(), *states)]
-    has_all = not any(map(memory.is_sharded, parallel.module.parameters()))
-    numel = sum(it.nbytes for it in tensors) // (run.world if has_all else 1)
-    source, target = torch.ones(numel, dtype=torch.uint8), torch.zeros(numel, dtype=torch.uint8)
-    start = time.perf_counter()
-    target.copy_(source)
-    return (time.perf_counter() - start) * 1e3
-
-
 def _load(run: CheckpointRun, parallel: Parallel) -> dict[str, float]:
     if run.world > 1:
         dist.barrier()
@@ -368,7 +253,6 @@ def _sum(run: CheckpointRun, parallel: Parallel) -> dict[str, float]:
 
 ANSWERS: dict[str, Callable[[CheckpointRun, Parallel], dict[str, Any]]] = {
     "save": _save,
-    "beside": _beside,
     "load": _load,
     "sum": _sum,
 }
