@@ -43,7 +43,7 @@ from measure.bench_options import run_in_parts
 from measure.cpp_ranks import run_cpp_ranks
 from measure.fresh_run import run_fresh
 from measure.hosts_run import HostsRun, TwoHosts
-from measure.quality_run import DATA, train_to_quality
+from measure.quality_run import compare_losses, train_to_quality
 from measure.sides import (
     DDP,
     DDP_GLOO,
@@ -217,22 +217,7 @@ def run_on_cable(side: Side, cable: str, steps: int) -> HostsRun:
 def bench_quality(effort: Effort) -> dict[str, Any]:
     """Measures and prints what models have learned; returns its part of the JSON."""
     seeds, steps = (1, 20) if effort == QUICK else (3, 3000)
-    losses = train_to_quality(seeds, steps)
-    rows = []
-    contests: dict[str, dict[str, Any]] = {}
-    for data in DATA:
-        plain = losses[data]["none"]
-        contests[data] = {
-            method: PairedRatio.of(losses[data][method], plain, target).to_json()
-            for method, target in LOSS_TARGETS.items()
-        }
-        for method, found in losses[data].items():
-            ratio = statistics.mean(found) / statistics.mean(plain) - 1
-            said = contests[data].get(method, {}).get("verdict", "")
-            rows.append([data, method, f"{statistics.mean(found):.4f}", f"{ratio:+.2%}", said])
-    print(table(["", "", "loss", "beside none", "target"], rows))
-    print(flush=True)
-    return {"steps": steps, "losses": losses, "contests": contests}
+    return compare_losses(train_to_quality("compression", seeds, steps), steps, LOSS_TARGETS)
 
 
 PARTS: Mapping[str, Callable[[Effort], Any]] = {

@@ -9,6 +9,10 @@ hosts are namespaces of this machine (examples/two_hosts.sh, which shapes the ca
 root); a machine of two cores is as busy with the link as with training. `gpt-small-batch`, rounds
 of 50 steps (SparseLoCo: 30), timed over whole rounds, fresh processes in turns.
 
+quality: what is lost on data that nobody trains on, after as many steps, in rounds of 20: drawn
+digits and the next character of Python's standard library, 2 workers, 3 seeds; a ratio is that to
+DDP from the same seed.
+
 A target is met when the median of the paired ratios is at or below it.
 """
 
@@ -23,7 +27,8 @@ from typing import Any
 
 from measure.bench_options import run_in_parts
 from measure.hosts_run import run_launched
-from measure.stats import PairedRatio
+from measure.quality_run import compare_losses, train_to_quality
+from measure.stats import PairedRatio, verdict
 from measure.table import table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,17 +46,24 @@ ROUNDS = {
 }
 # Of a step of torch's DDP over 100 Mbit/s; of a step without exchange.
 OF_DDP = {"DiLoCo at once": 1 / 18, "DiLoCo in fragments": 1 / 35, "SparseLoCo": 1 / 35}
+LOSS_TARGETS = {"DiLoCo at once": 1.01, "DiLoCo in fragments": 1.01, "SparseLoCo": 1.03}
+HELD_MODELS = 2.0
 OF_ALONE = {"100mbit": {"DiLoCo in fragments": 1 / 0.85}, "host": {"LocalSGD": 1.02}}
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 (also if a target is missed), 2 wrong options or no namespaces,
     3 a rank failed."""
-    return run_in_parts("bench_rounds", __doc__, list(PARTS), _bench, command_line)
+    return run_in_parts("bench_rounds", __doc__, [*PARTS, "quality"], _bench, command_line)
 
 
 def _bench(part: str, quick: bool, results: dict[str, Any]) -> bool:
     print(f"{part}:", flush=True)
+    if part == "quality":
+        seeds, quality_steps = (1, 40) if quick else (3, 3000)
+        losses = train_to_quality("rounds", seeds, quality_steps)
+        results[part] = compare_losses(losses, quality_steps, LOSS_TARGETS)
+        return True
     turns, periods = (1, 1) if quick else (7 if PARTS[part] is None else 3, 2)
     runs: dict[str, list[dict[str, float]]] = {side: [] for side in (DDP, ALONE, *ROUNDS)}
     for turn in range(turns):
@@ -71,10 +83,18 @@ def _ratios(part: str, runs: Mapping[str, Sequence[Mapping[str, float]]]) -> dic
     times = {side: [run["step_ms"] for run in found] for side, found in runs.items()}
     wanted = [(side, DDP, target) for side, target in OF_DDP.items() if part == "100mbit"]
     wanted += [(side, ALONE, target) for side, target in OF_ALONE.get(part, {}).items()]
-    return {
+    found = {
         f"{side} / {other}": PairedRatio.of(times[side], times[other], target).to_json()
         for side, other, target in wanted
     }
+    if part == "host":  # anchor and outer momentum
+        held = statistics.median(run["held_models"] for run in runs["DiLoCo at once"])
+        found["DiLoCo holds, in models"] = {
+            "median": held,
+            "target": HELD_MODELS,
+            "verdict": verdict(held, HELD_MODELS),
+        }
+    return found
 
 
 def _rows(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> list[list[str]]:
@@ -104,7 +124,7 @@ def run_side(side: str, rate: str | None, period: int, steps: int, tiny: bool) -
         launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command = [*launch, str(WORKER), side, str(period), str(steps)]
     found = run_launched("bench_rounds", side, command, environment, 2, RUN_LIMIT_S)
-    return {what: max(rank[what] for rank in found) for what in ("step_ms", "sent")}
+    return {what: max(rank[what] for rank in found) for what in found[0]}
 
 
 if __name__ == "__main__":

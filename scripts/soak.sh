@@ -5,7 +5,7 @@
 #   make soak SOAK=3600    as many seconds, in equal parts
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
-root="$PWD" part=$((${SOAK:-600} / 6))
+root="$PWD" part=$((${SOAK:-600} / 7))
 build="$(realpath "$BUILD")"
 tests="$build/tests/cpp" room="$build/soak" core="$root/csrc"
 if [ ! -x "$tests/kill_soak_asan" ]; then
@@ -39,10 +39,12 @@ fuzz() {
   "$tests/$name" --seconds "$part"
 }
 
-fuzz_remote() {
-  local torch
+# fuzz_with_torch <target> <its sources in the core>
+fuzz_with_torch() {
+  local name="$1" torch
+  shift
   torch="$(python -c 'from importlib.util import find_spec; print(find_spec("torch").submodule_search_locations[0])')"
-  fuzz fuzz_remote "$core/common/error.cpp" "$core"/strategies/remote/{value_codec,wire_messages}.cpp \
+  fuzz "$name" "$core/common/error.cpp" "${@/#/$core/}" \
     -isystem "$torch/include" "$torch"/lib/lib{torch_cpu,c10}.so -Wl,-rpath,"$torch/lib" -Wl,--allow-shlib-undefined
 }
 
@@ -60,7 +62,9 @@ stage kills "$tests/kill_soak" --seconds "$part"
 # Freed memory that the sanitizer keeps to itself would look like growth.
 stage "kills, asan" env ASAN_OPTIONS=quarantine_size_mb=4 "$tests/kill_soak_asan" --seconds "$part"
 stage "fuzz shm" fuzz fuzz_shm "$core"/shm/*.cpp "$core"/common/{cpus,error,forks,interruption}.cpp
-stage "fuzz remote" fuzz_remote
+stage "fuzz remote" fuzz_with_torch fuzz_remote strategies/remote/{value_codec,wire_messages}.cpp
+stage "fuzz codes" fuzz_with_torch fuzz_codes kernels/{block_codes,sparse_codes}.cpp \
+  kernels/cpu/{block_loops,sparse_loops,parallel}.cpp
 stage asan again "$tests/test_shm_asan"
 stage tsan again "$tests/test_shm_tsan" --filenames-as-tags '~[#reduce_test]~*process*'
 

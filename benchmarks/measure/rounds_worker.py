@@ -24,8 +24,15 @@ from torch.optim import SGD, AdamW, Optimizer
 from trireme.compression import TopK
 from workloads import WORKLOADS, SampleOrder, WorkloadOptions
 
+from measure import memory
+
 SENT = Path("/sys/class/net/trireme0/statistics/tx_bytes")
 SEED = 0
+
+
+def held_mib() -> float:
+    memory.give_back_unused()
+    return memory.without_files_mib(memory.resident_mib())
 
 
 class Side:
@@ -87,6 +94,10 @@ def main() -> None:
     torch.manual_seed(SEED)
     model = workload.model()
     optimizer = AdamW(model.parameters(), lr=3e-4)
+    batch = samples.rows(order.indices(0)[rank::world])
+    workload.loss(model(batch.inputs), batch).backward()
+    optimizer.step()  # there is its state, then
+    before_mib = held_mib()
     made = SIDES[side](model, optimizer, period)
 
     def step(number: int) -> None:
@@ -107,7 +118,10 @@ def main() -> None:
         step_ms = 1e3 * (time.perf_counter() - began) / steps
         sent = int(SENT.read_text()) - sent if SENT.exists() else 0
         dist.barrier()
-    Path(folder, str(rank)).write_text(json.dumps({"step_ms": step_ms, "sent": sent / steps}))
+        held = held_mib() - before_mib
+    model_mib = sum(param.nbytes for param in model.parameters()) / 2**20
+    found = {"step_ms": step_ms, "sent": sent / steps, "held_models": held / model_mib}
+    Path(folder, str(rank)).write_text(json.dumps(found))
     dist.destroy_process_group()
 
 

@@ -89,6 +89,8 @@ std::string CheckpointFolder::moved_away() const {
 
 void CheckpointFolder::begin(const SavingPlan& plan) {
   try {
+    lock(path_lock_, path_);
+    lock(staging_lock_, staging_);
     check_path();
     check(staging_, "what an interrupted save has left");
     check(replaced_, "what an interrupted save has left");
@@ -96,6 +98,7 @@ void CheckpointFolder::begin(const SavingPlan& plan) {
   } catch (const std::system_error& error) {
     fail("use '" + path_ + "'", error.code().value());
   }
+  make_staging();
   try {
     make(plan);
   } catch (const std::system_error& error) {
@@ -125,6 +128,8 @@ void CheckpointFolder::commit(const SavingPlan& plan, const ChunkChecksums& chec
     clear();
   } catch (const std::system_error&) {  // This save is done; the next one tries again.
   }
+  path_lock_ = {};
+  staging_lock_ = {};
 }
 
 void CheckpointFolder::abandon() const noexcept {
@@ -213,6 +218,16 @@ void CheckpointFolder::check_path() const {
                                where_, "Pass the name of a folder in it."));
 }
 
+void CheckpointFolder::lock(FolderLock& lock, const std::string& folder) const {
+  if (!lock.take(folder)) refuse_another_save();
+}
+
+void CheckpointFolder::refuse_another_save() const {
+  TORCH_CHECK_VALUE(
+      false, error_text("saving", "got '" + path_ + "', into which another save is writing", where_,
+                        "Wait for that save, or pass another path."));
+}
+
 // Removes the remains beside path_ that check() has accepted, and moves back a checkpoint that was
 // moved away.
 void CheckpointFolder::clear() const {
@@ -225,10 +240,21 @@ void CheckpointFolder::clear() const {
   remove(staging_);
 }
 
+void CheckpointFolder::make_staging() {
+  bool is_new = false;
+  try {
+    fs::create_directories(fs::path(staging_).parent_path());
+    is_new = fs::create_directory(staging_);
+  } catch (const std::system_error& error) {
+    fail("make '" + staging_ + "'", error.code().value());
+  }
+  if (!is_new) refuse_another_save();
+  lock(staging_lock_, staging_);
+}
+
 void CheckpointFolder::make(const SavingPlan& plan) {
   const auto previous = index_at(path_ + "/" + model_index());
   previous_ = previous ? previous->save : "";
-  fs::create_directories(staging_);
   write_text(index_in_the_making(), index_texts(plan, previous_, {}).at(model_index()));
   sync_folder(staging_);
   for (const auto& [kind, files] : plan.kinds)

@@ -3,6 +3,7 @@
 #include <trireme/common/error.h>
 #include <trireme/common/export.h>
 #include <trireme/saving/checkpoint_files.h>
+#include <trireme/saving/folder_lock.h>
 
 #include <map>
 #include <optional>
@@ -31,6 +32,9 @@ namespace trireme {
 // A copy that a user made by hand is neither being made nor was it replaced, so at these paths it
 // is refused before a byte is written. An index is deleted after all files that it names. Entries
 // that begin with ".nfs" are NFS's: deleted files that a process still reads.
+//
+// What a save that is still going on has written looks like what an interrupted one has left, so a
+// save locks <path> and <path>.saving until it ends, and another one that finds a lock is refused.
 
 // The place that a checkpoint is loaded from.
 struct CheckpointPlace {
@@ -56,8 +60,9 @@ class TRIREME_API CheckpointFolder {
   std::string moved_away() const;
 
   // Removes the remains of an interrupted save, then makes the files of tensors. Refuses other
-  // files in their place, a path at which something other than a checkpoint lies, and the working
-  // directory of this process, which would be deleted. On an error nothing is left behind.
+  // files in their place, a path at which something other than a checkpoint lies or into which
+  // another save is writing, and the working directory of this process, which would be deleted. On
+  // an error nothing is left behind.
   void begin(const SavingPlan& plan);
   // Writes texts and indexes, and makes the folder the checkpoint. `checksums` are those of all
   // files of tensors.
@@ -73,7 +78,10 @@ class TRIREME_API CheckpointFolder {
   Names names_in(const std::string& folder) const;
   void check(const std::string& folder, const std::string& expected) const;
   void check_path() const;
+  void lock(FolderLock& lock, const std::string& folder) const;
+  [[noreturn]] void refuse_another_save() const;
   void clear() const;
+  void make_staging();
   void make(const SavingPlan& plan);
   void remove(const std::string& folder) const;
   void take_place() const;
@@ -87,6 +95,8 @@ class TRIREME_API CheckpointFolder {
   RankOf where_;
   bool can_exchange_;
   std::string previous_ = {};  // the save that this one replaces; empty: none
+  FolderLock path_lock_ = {};
+  FolderLock staging_lock_ = {};
 };
 
 }  // namespace trireme

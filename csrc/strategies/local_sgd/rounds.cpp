@@ -164,6 +164,7 @@ bool Rounds::sends_differences() const {
 
 void Rounds::send(size_t fragment) {
   TRIREME_TRACE("rounds.send");
+  check_same_weight(setup_.ranks, state_.weight);
   const std::vector<size_t> parameters = own(setup_.fragments[fragment]);
   const std::vector<at::Tensor> values = setup_.door->values(parameters);
   WorkerAverage::Request request;

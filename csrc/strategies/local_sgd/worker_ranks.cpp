@@ -56,7 +56,7 @@ std::string difference_among(const std::shared_ptr<Communicator>& ranks, const c
                              const std::string& description) {
   if (!ranks || ranks->world() == 1) return {};
   const auto found =
-      first_difference(distinct_texts({description, "options of rounds"}, *ranks, ranks->device()));
+      first_difference(distinct_texts({description, "rounds"}, *ranks, ranks->device()));
   if (!found) return {};
   return c10::str("got ", found->first, " on ", of, " 0 and ", found->other, " on ", of, " ",
                   found->rank, ", expected the same on all");
@@ -126,6 +126,14 @@ void check_same_rounds(const WorkerRanks& ranks, const RoundsText& text) {
                     error_text(kRoundsArea, difference, ranks.across->rank_of(),
                                "Pass the same options, and models of the same parameters, on all "
                                "ranks."));
+}
+
+void check_same_weight(const WorkerRanks& ranks, double weight) {
+  const std::string difference =
+      difference_among(ranks.inside, "rank", c10::str("set_weight(", weight, ")"));
+  TORCH_CHECK_VALUE(difference.empty(),
+                    error_text(kRoundsArea, difference, ranks.across->rank_of(),
+                               "Set the same weight on all ranks of a worker."));
 }
 
 }  // namespace trireme

@@ -44,5 +44,8 @@ struct RoundsText {
 // Throws ValueError, on all ranks of all workers and naming both, if some say something else.
 // Collective.
 TRIREME_API void check_same_rounds(const WorkerRanks& ranks, const RoundsText& text);
+// Throws ValueError, on all ranks of this worker and naming both, if they have set other weights.
+// Collective over them.
+TRIREME_API void check_same_weight(const WorkerRanks& ranks, double weight);
 
 }  // namespace trireme

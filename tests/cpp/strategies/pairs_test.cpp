@@ -6,6 +6,7 @@
 #include <trireme/comm/threads/thread_group.h>
 #include <trireme/saving/module_checkpoint.h>
 #include <trireme/strategies/data_parallel/data_parallel.h>
+#include <trireme/strategies/local_sgd/module_rounds.h>
 #include <trireme/strategies/pipeline/pipeline.h>
 #include <trireme/strategies/pipeline/pipeline_stage.h>
 
@@ -157,11 +158,12 @@ at::Tensor forward(const Row& row, auto& net, const at::Tensor& input) {
   return net->forward(input);
 }
 
-// The program that trains `net`, which is called, on this rank's part of each batch.
+// The program that trains `net`, which is called, on this rank's part of each batch; `stepped`
+// steps what is not trained by the optimizer alone.
 Program training(const Row& row, Made& made, auto& net, torch::optim::Optimizer& optimizer,
-                 RankOf where, auto no_sync) {
+                 RankOf where, auto no_sync, std::function<void()> stepped = nullptr) {
   Program program;
-  program.step = [&, where, no_sync](int64_t step) {
+  program.step = [&, where, no_sync, stepped](int64_t step) {
     optimizer.zero_grad();
     backward(row, step, no_sync, [&](int64_t number) {
       const at::Tensor input = part(batch(number), where);
@@ -174,15 +176,15 @@ Program training(const Row& row, Made& made, auto& net, torch::optim::Optimizer&
       made.loss(output, target).backward();
     });
     end_clock(made);
-    trireme::step(optimizer);
+    stepped ? stepped() : trireme::step(optimizer);
   };
   program.evaluate = [&](int64_t number) { return net->forward(batch(number)); };
   return program;
 }
 
-Values ddp(ThreadRank& rank, const Row& row) {
+Values ddp(ThreadRank& rank, const Row& row, const DdpOptions& options = {}) {
   Made made = row.make({&rank, 0.5});
-  DistributedDataParallel<Sequential> net(made.net, rank.communicator);
+  DistributedDataParallel<Sequential> net(made.net, rank.communicator, options);
   SGD optimizer = sgd(own_of(made));
   run(row, made, training(row, made, net, optimizer, rank.where, [&] { return net->no_sync(); }),
       &rank);
@@ -219,10 +221,10 @@ Values zero_2(ThreadRank& rank, const Row& row) {
   return seen(made);
 }
 
-Values sharded(ThreadRank& rank, const Row& row, std::shared_ptr<Communicator> communicator) {
+Values sharded(ThreadRank& rank, const Row& row, const FsdpOptions& options) {
   Made made = row.make({&rank, 0.5});
-  const bool gathers = communicator != rank.communicator;
-  auto model = fully_shard(made.net, {.communicator = std::move(communicator)});
+  const bool gathers = options.communicator != rank.communicator;
+  auto model = fully_shard(made.net, options);
   SGD optimizer = sgd(trained(model->parameters()));
   Program program =
       training(row, made, model, optimizer, rank.where, [&] { return model->no_sync(); });
@@ -230,6 +232,17 @@ Values sharded(ThreadRank& rank, const Row& row, std::shared_ptr<Communicator> c
   run(row, made, program, &rank);
   made.before();
   return seen(made, whole_values(*model, made.net->parameters()));
+}
+
+// Workers that average after each step, which under SGD is what DistributedDataParallel does.
+Values in_rounds(ThreadRank& rank, const Row& row) {
+  Made made = row.make({&rank, 0.5});
+  SGD optimizer = sgd(own_of(made));
+  LocalSGD rounds(*made.net, optimizer, {.sync_every = 1, .across = rank.communicator});
+  run(row, made,
+      training(row, made, made.net, optimizer, rank.where, kNothing, [&] { rounds.step(); }),
+      &rank);
+  return seen(made);
 }
 
 // Ranks that share no memory.
@@ -358,8 +371,10 @@ Values saved(ThreadRank& rank, const Row& row, const std::string& folder) {
     step_before(step);
     if (step != 1) return;
     made.before();
-    save_checkpoint(folder, *made.net,
-                    {.optimizer = &optimizer, .communicator = rank.communicator});
+    save_checkpoint(
+        folder, *made.net,
+        {.optimizer = &optimizer, .communicator = rank.communicator, .asynchronous = true})
+        .wait();
     const auto writing = made.writing();
     {
       const at::NoGradGuard no_grad;
@@ -474,13 +489,24 @@ struct Column {
 
 std::string folder;  // the cell that is filled saves there
 
+// All goes the way of codes, as fp32, so that it is as exact as without.
+const Compression kCodes = Int8{.dense_below = int64_t{1} << 40, .between = Between::kRanks};
+
 const std::vector<Column> kColumns{
-    {"DDP", 2, ddp},
+    {"DDP", 2, [](auto& rank, auto& row) { return ddp(rank, row); }},
     {"ZeRO 1", 2, zero_1},
     {"ZeRO 2", 2, zero_2},
-    {"fully_shard", 2, [](auto& rank, auto& row) { return sharded(rank, row, rank.communicator); }},
+    {"fully_shard", 2,
+     [](auto& rank, auto& row) { return sharded(rank, row, {.communicator = rank.communicator}); }},
     {"fully_shard, gathered", 2,
-     [](auto& rank, auto& row) { return sharded(rank, row, gloo_of(rank)); }},
+     [](auto& rank, auto& row) { return sharded(rank, row, {.communicator = gloo_of(rank)}); }},
+    {"DDP, compressed", 2,
+     [](auto& rank, auto& row) { return ddp(rank, row, {.compression = kCodes}); }},
+    {"fully_shard, compressed", 2,
+     [](auto& rank, auto& row) {
+       return sharded(rank, row, {.communicator = rank.communicator, .compression = kCodes});
+     }},
+    {"LocalSGD", 2, in_rounds},
     {"DataParallel", 1, replicated, {}, false, true},
     {"checkpoint", 2, checkpointed},
     {"Pipeline, ranks",

@@ -371,7 +371,7 @@ class Working(Run):
 
 @dataclass
 class Saved(Run):
-    """Saved and loaded behind the second step, in a model of other values."""
+    """Saved beside what follows the second step, and loaded in a model of other values."""
 
     count: int = 0
 
@@ -382,12 +382,13 @@ class Saved(Run):
             return
         folder = f"{self.place.folder}/checkpoint"
         self.made.before()
-        trireme.save_checkpoint(folder, self.net, self.optimizer)
+        pending = trireme.save_checkpoint(folder, self.net, self.optimizer, asynchronous=True)
         zeros = {
             name: torch.zeros_like(value) if isinstance(value, Tensor) else value
             for name, value in self.model.state_dict().items()
         }
         with trireme.writing(self.model):
             self.model.load_state_dict(zeros)
+            pending.wait()
             self.place.meet()
             trireme.load_checkpoint(folder, self.net, self.optimizer)

@@ -82,6 +82,20 @@ def test_local_sgd_over_workers(name: str) -> None:
     on_hosts("2x2", average, name)
 
 
+def weigh_differently(rank: int, world: int) -> None:
+    """Who fails tells the others, who may hear of it before they compare."""
+    _, net, optimizer = STRATEGIES["ddp"](my_host(rank, "2x2"))
+    both: Any = (ValueError, dist.DistBackendError)
+    rounds = trireme.LocalSGD(net, optimizer, sync_every=1)
+    with raises(both, "set_weight(1)", "set_weight(2)"), rounds:
+        rounds.set_weight(1 + rank % 2)
+        steps(rank, net, optimizer, 0, 1)
+
+
+def test_ranks_of_a_worker_have_one_weight() -> None:
+    on_hosts("2x2", weigh_differently)
+
+
 def uneven(rank: int, world: int) -> None:
     group = my_host(rank, "1+3")
     _, net, optimizer = STRATEGIES["ddp"](group)

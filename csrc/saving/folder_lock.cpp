@@ -1,0 +1,28 @@
+#include <trireme/saving/folder_lock.h>
+
+#include <cerrno>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+namespace trireme {
+
+FolderLock::~FolderLock() {
+  if (descriptor_ < 0) return;
+  ::flock(descriptor_, LOCK_UN);  // a forked child may have the descriptor, too
+  ::close(descriptor_);
+}
+
+bool FolderLock::take(const std::string& folder) {
+  FolderLock lock;
+  lock.descriptor_ = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+  if (lock.descriptor_ < 0) return true;
+  if (::flock(lock.descriptor_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+    ::close(std::exchange(lock.descriptor_, -1));
+    return false;
+  }
+  *this = std::move(lock);
+  return true;
+}
+
+}  // namespace trireme

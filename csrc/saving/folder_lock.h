@@ -1,0 +1,30 @@
+#pragma once
+
+#include <string>
+#include <utility>
+
+namespace trireme {
+
+// A lock of a folder that one save has against the saves of other ranks, groups and processes. It
+// stays with the folder wherever that is moved. The system takes it away when the process dies.
+class FolderLock {
+ public:
+  FolderLock() = default;
+  FolderLock(FolderLock&& other) noexcept : descriptor_(std::exchange(other.descriptor_, -1)) {}
+  FolderLock& operator=(FolderLock&& other) noexcept {
+    std::swap(descriptor_, other.descriptor_);
+    return *this;
+  }
+  FolderLock(const FolderLock&) = delete;
+  FolderLock& operator=(const FolderLock&) = delete;
+  ~FolderLock();
+
+  // Locks what is no folder, or lies on a file system without locks, not at all. Returns false if
+  // somebody else has locked it.
+  bool take(const std::string& folder);
+
+ private:
+  int descriptor_ = -1;
+};
+
+}  // namespace trireme
