@@ -48,7 +48,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from measure.bench_options import bench_parser, chosen_parts
+from measure.bench_options import (
+    bench_parser,
+    chosen_parts,
+    earlier_results,
+    let_add,
+    write_added,
+)
 from measure.checkpoint_runs import (
     CheckpointRun,
     Loaded,
@@ -60,7 +66,6 @@ from measure.checkpoint_runs import (
 )
 from measure.exit_codes import exit_code
 from measure.machine import cores, machine
-from measure.results import write_results
 from measure.save_runs import (
     SaveCost,
     SaveRun,
@@ -132,6 +137,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 (also if a target is missed), 2 wrong options, 3 a rank failed or
     has loaded something else than was saved."""
     parser = bench_parser(__doc__, PARTS)
+    let_add(parser)
     parser.add_argument("--folder", help="on the disk to be measured; temporary files by default")
     arguments = parser.parse_args(command_line)
     return exit_code(lambda: _bench(arguments))
@@ -139,6 +145,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 def _bench(arguments: argparse.Namespace) -> int:
     parts = chosen_parts("bench_checkpoint", arguments.only, PARTS)
+    earlier = earlier_results("bench_checkpoint", arguments)
     effort = QUICK if arguments.quick else FULL
     sides = QUICK_SIDES if arguments.quick else SIDES
     results: dict[str, Any] = {"machine": machine(), "quick": arguments.quick}
@@ -158,7 +165,7 @@ def _bench(arguments: argparse.Namespace) -> int:
                 rounds = effort.rounds if part == "warm" else effort.cold_rounds
                 results[part] = bench_speed(checkpoints, sides, rounds, is_cold=part == "cold")
     if arguments.json is not None:
-        write_results(arguments.json, results)
+        write_added(arguments.json, results, earlier, parts)
     return 0
 
 

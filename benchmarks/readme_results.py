@@ -39,7 +39,7 @@ PAGES: Mapping[str, str] = {  # their templates in benchmarks/pages
         for name in (
             *("benchmarks", "activation_memory", "parameter_server", "pipeline", "remote"),
             *("shared_memory", "ddp", "zero", "fsdp", "data_parallel", "strategies", "optimizers"),
-            *("checkpoint", "multi_host", "compression"),
+            *("checkpoint", "multi_host", "compression", "local_sgd", "integrations"),
         )
     },
 }

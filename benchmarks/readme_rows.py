@@ -121,6 +121,10 @@ def loads(row: Json) -> Rows:
         yield {"share": None, **side, "s": s, "speed": speed}
 
 
+def saved(row: Json) -> Rows:
+    yield {**row, "lost_ms": 1e3 * row["lost_s"]}
+
+
 def offloaded(row: Json) -> Rows:
     yield {**row, "to": PLACES[row["where"]]}
 
@@ -174,6 +178,50 @@ def compressed_steps(row: Json) -> Rows:
     yield {**row, "us": runs[row["ours"]], "them": runs[row["theirs"]]}
 
 
+LINKS = {
+    "100mbit": "Two hosts, 100 Mbit/s",
+    "1gbit": "Two hosts, 1 Gbit/s",
+    "none": "Two hosts, a cable as fast as memory",
+    "no_limit": "Two hosts, a cable as fast as memory",
+    "host": "One host, two workers",
+}
+
+
+def in_rounds(row: Json) -> Rows:
+    """Yields what a step takes in rounds, beside torch's DDP and beside no exchange."""
+    runs = row["in_part"]["runs"]
+
+    def ms(side: str) -> float:
+        return statistics.median(run["step_ms"] for run in runs[side])
+
+    own = ms(row["side"])
+    sent = statistics.median(run["sent"] for run in row["in_side"]) / 1e6
+    faster, share = ms("torch DDP") / own, ms("no exchange") / own
+    yield {**row, "link": LINKS[row["part"]], "ms": own, "mb": sent} | {
+        "faster": faster,
+        "share": share,
+    }
+
+
+def over_cables(row: Json) -> Rows:
+    """Yields what a step takes between hosts, beside torch's DDP."""
+    part = row["in_part"]
+
+    def ms(side: str) -> float:
+        return statistics.median(run["step_ms"] for run in part["runs"][side])
+
+    sent = max(row["in_side"][-1]["sent_mb"])
+    faster = ms(part["plain"]) / ms(row["side"])
+    yield {**row, "link": LINKS[row["part"]], "ms": ms(row["side"]), "mb": sent, "faster": faster}
+
+
+def qualities(row: Json) -> Rows:
+    """Yields the loss of a way to train, beside plain DDP's."""
+    found = statistics.mean(row["in_way"])
+    beside = found / statistics.mean(row["in_data"]["none"]) - 1
+    yield {**row, "loss": found, "beside": beside}
+
+
 def losses(row: Json) -> Rows:
     yield {**row, "says": row["text"] and f"`{row['text']}`".replace("|", "/")}
 
@@ -182,8 +230,8 @@ ROWS: Mapping[str, Callable[[Json], Rows]] = {
     function.__name__: function
     for function in (
         *(sides, beside_torch, strategies, counted, per_parameter, widest, added, sent, transfers),
-        *(short_transfers, loads, offloaded, gpu_steps, messages, sparse_rows, model_steps),
-        *(slow_workers, losses, coded, compressed_steps),
+        *(short_transfers, loads, saved, offloaded, gpu_steps, messages, sparse_rows, model_steps),
+        *(slow_workers, losses, coded, compressed_steps, in_rounds, over_cables, qualities),
     )
 }
 

@@ -66,7 +66,8 @@ def write_added(
     """Writes `results` over `earlier`, and of which commit each of the parts is."""
     commits = dict.fromkeys(parts, results["machine"]["commit"])
     results["commits"] = {**earlier.get("commits", {}), **commits}
-    results["workloads"] = {**earlier.get("workloads", {}), **results["workloads"]}
+    if "workloads" in results:
+        results["workloads"] = {**earlier.get("workloads", {}), **results["workloads"]}
     write_results(path, {**earlier, **results})
 
 

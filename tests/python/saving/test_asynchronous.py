@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import trireme
 import trireme.ps
 from torch import nn
 
+from harness.deaths import Death, assert_seen_soon, die, run_deaths
 from harness.faults import RANKLESS_FORM, raises
 from harness.models import mlp
 from harness.on_ranks import on_shm_ranks
@@ -242,45 +243,60 @@ def test_a_disk_that_is_full_for_one_rank(rank: int, tmp_path: Path) -> None:
     save(training, path, asynchronous=True).wait()
 
 
-@on_shm_ranks(2, dying=[1])
-def test_a_rank_that_dies_beside_a_save(rank: int, tmp_path: Path) -> None:
-    path = str(tmp_path / "checkpoint")
-    model = mlp()
-    trireme.save_checkpoint(path, model, asynchronous=True).wait()
-    dist.barrier()
-    if rank == 1:
-        os._exit(1)
-    pending = trireme.save_checkpoint(path, nn.Linear(2, 2), asynchronous=True)
-    with raises(dist.DistBackendError, "rank 1"):
-        pending.wait()
-    assert os.listdir(tmp_path) == ["checkpoint"]
-    assert "0.weight" in on_disk(path)
+def _die_once_it_is_there(file: Path) -> None:
+    while not file.exists():
+        pass
+    die()
 
 
-@on_shm_ranks(2, dying=[1])
-def test_a_rank_that_dies_while_it_writes(rank: int, tmp_path: Path) -> None:
-    path = str(tmp_path / "checkpoint")
-    model = nn.Linear(2000, 2000)
-    with torch.no_grad():
-        model.weight.fill_(1)
-    trireme.save_checkpoint(path, model, asynchronous=True).wait()
-    with torch.no_grad():
-        model.weight.fill_(2)
+def _outlive(rank: int, culprit: int, moment: str, folder: Path) -> None:
+    path = folder / f"rank {culprit}, {moment}"
+    model = nn.Linear(1000, 1000)
+    for value in (1, 2):
+        with torch.no_grad():
+            model.weight.fill_(value)
+        if value == 1:
+            trireme.save_checkpoint(path, model, asynchronous=True).wait()
+    dies = rank == culprit
+    if dies and moment == "call":
+        die()
+    if dies and moment == "commit":  # of which the index is the last file
+        index = path.with_name(f"{path.name}.saving") / "model.safetensors.index.json"
+        threading.Thread(target=_die_once_it_is_there, args=(index,)).start()
     pending = trireme.save_checkpoint(path, model, asynchronous=True)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    start = time.monotonic()
-    with raises(dist.DistBackendError, "rank 1"):
+    if dies and moment == "writing":
+        die()
+    try:
         pending.wait()
-    assert time.monotonic() - start < 10  # seconds, where others use the machine
-    weight = on_disk(path)["weight"]
+        assert moment == "commit" and culprit > 0, "nobody was missed"
+    except dist.DistBackendError as error:
+        assert f"rank {culprit}" in str(error), error
+        assert_seen_soon()
+    if dies:
+        threading.Event().wait()
+    weight = on_disk(str(path))["weight"]
     assert torch.equal(weight, torch.full_like(weight, float(weight[0, 0])))
+    assert trireme.load_checkpoint(path, model, process_group=my_own_group(rank)) is None
+
+
+def my_own_group(rank: int) -> Any:
+    return dist.new_group([rank], use_local_synchronization=True)
+
+
+def test_a_rank_that_dies(tmp_path: Path) -> None:
+    """Before the call of a save, while it writes, and while rank 0 commits; also rank 0."""
+    deaths = [Death(1, (1, moment, tmp_path)) for moment in ("call", "writing", "commit")]
+    run_deaths(
+        _outlive,
+        2,
+        [*deaths, Death(0, (0, "writing", tmp_path)), Death(0, (0, "commit", tmp_path))],
+    )
 
 
 @on_shm_ranks(2)
 def test_a_save_inside_no_sync_and_of_two_groups(rank: int, tmp_path: Path) -> None:
     training = make("ddp", make_model=mlp)
-    alone = dist.new_group([rank], use_local_synchronization=True)
+    alone = my_own_group(rank)
     with training.net.no_sync():  # type: ignore[operator]
         training.net(torch.ones(2, 6)).sum().backward()
         one = save(training, str(tmp_path / "ck"), asynchronous=True)

@@ -188,45 +188,6 @@ def test_a_rank_that_dies_in_a_save(rank: int, tmp_path: Path) -> None:
     assert "0.weight" in on_disk(path)
 
 
-def _die_once_the_index_is_there(folder: Path) -> None:
-    """Kills this process while rank 0 commits: the index is the last file that it writes."""
-    while not (folder / "model.safetensors.index.json").exists():
-        pass
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _save_while_one_dies(rank: int, culprit: int, path: Path) -> None:
-    model = nn.Linear(4, 4)
-    for value in (1, 2):
-        with torch.no_grad():
-            model.weight.fill_(value)
-        if rank == culprit and value == 2:
-            folder = path.with_name(f"{path.name}.saving")
-            threading.Thread(target=_die_once_the_index_is_there, args=(folder,)).start()
-        pending = trireme.save_checkpoint(path, model, asynchronous=True)
-        if value == 1:
-            pending.wait()
-    try:
-        pending.wait()
-        assert culprit != 0  # rank 0 was done before it could hear of another rank's end
-    except dist.DistBackendError as error:
-        assert f"rank {culprit}" in str(error), error
-    weight = on_disk(str(path))["weight"]
-    assert torch.equal(weight, torch.full_like(weight, float(weight[0, 0])))
-    alone = dist.new_group([rank], use_local_synchronization=True)
-    trireme.load_checkpoint(path, nn.Linear(4, 4), process_group=alone)
-
-
-@on_shm_ranks(2, dying=[1])
-def test_a_rank_that_dies_while_rank_0_commits(rank: int, tmp_path: Path) -> None:
-    _save_while_one_dies(rank, 1, tmp_path / "checkpoint")
-
-
-@on_shm_ranks(2, dying=[0])
-def test_rank_0_dies_while_it_commits(rank: int, tmp_path: Path) -> None:
-    _save_while_one_dies(rank, 0, tmp_path / "checkpoint")
-
-
 def test_two_saves_into_one_path(tmp_path: Path) -> None:
     """What another process, here this one, is writing is not what an interrupted save has left."""
     path = tmp_path / "checkpoint"
