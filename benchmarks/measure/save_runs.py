@@ -226,6 +226,10 @@ def _seconds(body: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def _when_done(wait: Callable[[], float | None]) -> tuple[float | None, float]:
+    return wait(), time.perf_counter()
+
+
 def _meet() -> None:
     os.sync()
     dist.barrier()

@@ -3,6 +3,8 @@
 #include <trireme/common/error.h>
 #include <trireme/common/half.h>
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <bit>
 #include <cmath>

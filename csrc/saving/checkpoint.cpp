@@ -151,10 +151,10 @@ class PartWriting {
               RankOf where)
       : request_(request), plans_(plans), folder_(std::move(folder)), where_(where) {}
 
-  // Writes the parts of one kind and brings them to the disk.
+  // Writes the parts of one kind.
   void write(const CheckpointFiles& files, const TensorsByName& by_name) {
     for (const auto& [name, header] : files.files) {
-      const auto file = SafetensorsFile::open_to_write(folder_ + "/" + name, header, where_);
+      auto file = SafetensorsFile::open_to_write(folder_ + "/" + name, header, where_);
       ChunkHasher hasher(plans_.at(name), where_.rank, header.file_bytes);
       hasher.add(0, header_bytes(header));
       bool has_written = false;
@@ -164,9 +164,16 @@ class PartWriting {
         write(file, entry, found->second, hasher);
         has_written = true;
       }
-      if (has_written || where_.rank == 0) file.sync();
+      if (has_written || where_.rank == 0) written_.push_back(std::move(file));
       checksums_[name] = hasher.found();
     }
+  }
+
+  // Brings all to the disk. Writers of the tensors need not wait for that.
+  void sync() {
+    if (request_.snapshot != nullptr) request_.snapshot->close();
+    for (const SafetensorsFile& file : written_) file.sync();
+    written_.clear();
   }
 
   // Returns the checksums that were found on the way.
@@ -203,6 +210,7 @@ class PartWriting {
   std::string folder_;
   RankOf where_;
   SomeChecksums checksums_;
+  std::vector<SafetensorsFile> written_ = {};
   int64_t bytes_ = 0;
 };
 
@@ -319,6 +327,7 @@ int64_t save_checkpoint(const SaveCheckpointRequest& request, const CheckpointRa
         writing->write(plan.kinds.at(kind), tensors_to_write(tensors, first, parts, where));
         first += tensors.size();
       }
+      writing->sync();
     });
     SomeChecksums& own = writing->checksums();
     if (has_shared(chunks))

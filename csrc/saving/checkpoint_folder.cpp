@@ -219,13 +219,9 @@ void CheckpointFolder::check_path() const {
 }
 
 void CheckpointFolder::lock(FolderLock& lock, const std::string& folder) const {
-  if (!lock.take(folder)) refuse_another_save();
-}
-
-void CheckpointFolder::refuse_another_save() const {
-  TORCH_CHECK_VALUE(
-      false, error_text("saving", "got '" + path_ + "', into which another save is writing", where_,
-                        "Wait for that save, or pass another path."));
+  TORCH_CHECK_VALUE(lock.take(folder),
+                    error_text("saving", "got '" + path_ + "', into which another save is writing",
+                               where_, "Wait for that save, or pass another path."));
 }
 
 // Removes the remains beside path_ that check() has accepted, and moves back a checkpoint that was
@@ -240,15 +236,14 @@ void CheckpointFolder::clear() const {
   remove(staging_);
 }
 
+// What NFS keeps of a file may keep the folder there, too.
 void CheckpointFolder::make_staging() {
-  bool is_new = false;
   try {
-    fs::create_directories(fs::path(staging_).parent_path());
-    is_new = fs::create_directory(staging_);
+    fs::create_directories(staging_);
   } catch (const std::system_error& error) {
     fail("make '" + staging_ + "'", error.code().value());
   }
-  if (!is_new) refuse_another_save();
+  staging_lock_ = {};
   lock(staging_lock_, staging_);
 }
 

@@ -79,7 +79,6 @@ class TRIREME_API CheckpointFolder {
   void check(const std::string& folder, const std::string& expected) const;
   void check_path() const;
   void lock(FolderLock& lock, const std::string& folder) const;
-  [[noreturn]] void refuse_another_save() const;
   void clear() const;
   void make_staging();
   void make(const SavingPlan& plan);

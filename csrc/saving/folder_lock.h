@@ -1,5 +1,7 @@
 #pragma once
 
+#include <trireme/common/export.h>
+
 #include <string>
 #include <utility>
 
@@ -7,7 +9,7 @@ namespace trireme {
 
 // A lock of a folder that one save has against the saves of other ranks, groups and processes. It
 // stays with the folder wherever that is moved. The system takes it away when the process dies.
-class FolderLock {
+class TRIREME_API FolderLock {
  public:
   FolderLock() = default;
   FolderLock(FolderLock&& other) noexcept : descriptor_(std::exchange(other.descriptor_, -1)) {}

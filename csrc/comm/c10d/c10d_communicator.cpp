@@ -6,6 +6,7 @@
 #include <trireme/comm/c10d/message_wait.h>
 #include <trireme/comm/c10d/split_group.h>
 #include <trireme/comm/messages.h>
+#include <trireme/comm/place_text.h>
 #include <trireme/comm/reduce_op.h>
 #include <trireme/comm/reduce_parts.h>
 #include <trireme/comm/scratch.h>
@@ -20,6 +21,8 @@
 #include <atomic>
 #include <functional>
 #include <map>
+#include <optional>
+#include <string>
 #include <system_error>
 #include <thread>
 #include <tuple>
@@ -110,6 +113,10 @@ std::vector<TensorList> split_by_buffer(const TensorList& tensors, bool by_dtype
 // CPU time, by broadcasts of their parts straight into the output, all at once; and by an exchange
 // of parts that each rank then adds up itself, in rank order. Tensors below kSmallBytes travel in
 // one buffer.
+//
+// Broadcasts from several roots run two at a time, so that of a link between hosts only one
+// direction is busy, mostly: a gather of some MB takes twice as long. There each rank sends its
+// part to all others at once, by an exchange.
 constexpr int64_t kSmallBytes = 64 * 1024;
 
 // The works of one verb, in the order in which they were issued.
@@ -346,7 +353,7 @@ class C10dCommunicator final : public Communicator {
                                       const std::string& name) override {
     std::shared_ptr<Communicator>& made = parts_[name];
     if (!made) {
-      const auto group = split_group(*group_, ranks, name);
+      const auto group = split_group(group_, ranks, name);
       if (group) {
         made = make_of_part_(group, group->getStore());
         share_steps(*this, *made);
@@ -408,6 +415,10 @@ class C10dCommunicator final : public Communicator {
         small_inputs.push_back(inputs[i]);
         continue;
       }
+      if (!are_near()) {
+        gather_by_exchange(state, outputs[i], inputs[i]);
+        continue;
+      }
       const std::vector<at::Tensor> parts = outputs[i].chunk(where_.world);
       at::Tensor own = parts[static_cast<size_t>(where_.rank)];
       if (own.data_ptr() != inputs[i].data_ptr()) own.copy_(inputs[i]);
@@ -434,6 +445,24 @@ class C10dCommunicator final : public Communicator {
         });
   }
 
+  void gather_by_exchange(WorkState& state, at::Tensor output, const at::Tensor& input) {
+    at::Tensor sent = scratch_.take_buffer(output.numel());
+    sent.view({where_.world, -1}).copy_(input.view({1, -1}));
+    add(state, [&] { return all_to_all_flat(*group_, output, sent); }, {output, sent});
+  }
+
+  // Returns whether messages of these ranks cross no link between hosts. Collective the first time.
+  bool are_near() {
+    if (!are_near_) {
+      const auto hash = static_cast<int64_t>(std::hash<std::string>()(place_text()));
+      at::Tensor own = at::full({1}, hash, at::kLong);
+      at::Tensor of_all = at::empty({where_.world}, at::kLong);
+      all_gather_flat(*group_, of_all, own)->wait();
+      are_near_ = of_all.eq(hash).all().item<bool>();
+    }
+    return *are_near_;
+  }
+
   void scatter_in_pieces(WorkState& state, at::Tensor output, at::Tensor input, ReduceOp op) {
     at::Tensor sent = as_bytes(input);
     at::Tensor received = scratch_.take_buffer(sent.numel());
@@ -450,6 +479,7 @@ class C10dCommunicator final : public Communicator {
   bool is_gloo_;  // on CPU
   MakeCommunicator* make_of_part_;
   Scratch scratch_;
+  std::optional<bool> are_near_ = {};
   std::shared_ptr<MessageWait> messages_;
   std::string operation_;                                       // the one being issued
   std::map<std::string, std::shared_ptr<Communicator>> parts_;  // key: the name they were split by

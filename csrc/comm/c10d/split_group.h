@@ -7,10 +7,10 @@
 
 namespace trireme {
 
-// Makes a group of some ranks of `group`, for the same devices; null if one of its engines can make
-// none. `name` begins its keys in that group's Store, once per group and first rank.
-c10::intrusive_ptr<c10d::ProcessGroup> split_group(c10d::ProcessGroup& group,
-                                                   const std::vector<int>& ranks,
-                                                   const std::string& name);
+// Makes a group of some ranks of `whole`, for the same devices; null if one of its engines can make
+// none. `name` begins its keys in that group's Store; a part that is made again meets under others.
+c10::intrusive_ptr<c10d::ProcessGroup> split_group(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& whole, const std::vector<int>& ranks,
+    const std::string& name);
 
 }  // namespace trireme

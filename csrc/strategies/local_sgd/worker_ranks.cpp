@@ -4,22 +4,20 @@
 #include <trireme/comm/gather_texts.h>
 #include <trireme/comm/host.h>
 #include <trireme/comm/hosts/host_layout.h>
+#include <trireme/comm/place_text.h>
 #include <trireme/common/error.h>
 #include <trireme/shm/host_group.h>
-#include <trireme/shm/liveness.h>
 #include <trireme/strategies/local_sgd/round_options.h>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cstdint>
 #include <map>
 #include <numeric>
 #include <optional>
-#include <unistd.h>
 #include <utility>
 #include <vector>
 
@@ -28,12 +26,6 @@ namespace {
 
 constexpr const char* kPassAcross =
     "Pass across: the ranks that hold the same elements on different workers.";
-
-std::string host_text() {
-  std::array<char, 256> name{};
-  ::gethostname(name.data(), name.size() - 1);
-  return shm::host_boot() + " " + name.data();
-}
 
 // Returns a name that no part of these ranks has had: the communicator over them may have been made
 // more than once, and each part needs keys of its own in their Store. Collective.
@@ -66,7 +58,7 @@ std::string difference_among(const std::shared_ptr<Communicator>& ranks, const c
 
 std::vector<std::vector<int64_t>> ranks_by_host(Communicator& all) {
   if (Host* host = all.host()) return host->group().hosts();
-  const std::vector<std::string> texts = gather_texts(host_text(), all, all.device());
+  const std::vector<std::string> texts = gather_texts(place_text(), all, all.device());
   std::map<std::string, size_t> known;
   std::vector<std::vector<int64_t>> hosts;
   for (size_t rank = 0; rank < texts.size(); ++rank) {

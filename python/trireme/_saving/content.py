@@ -91,20 +91,23 @@ def content_of(
     """
     content = Content()
     expect_plain_states(model, ranks)
+    named = named_tensors(model, ranks)
     content.tensors[MODEL] = [
-        *model_to_save(model, ranks, copies=copies),
+        *model_to_save(named, ranks, copies=copies),
         *TensorsElsewhere(model).to_save(ranks),
     ]
     if optimizer is not None:
-        parts = OptimizerParts(optimizer, named_tensors(model, ranks), ranks)
+        parts = OptimizerParts(optimizer, named, ranks)
         content.tensors[KIND], content.texts[FILE] = parts.to_save()
     return content
 
 
 def codes_of(model: nn.Module, optimizer: Optimizer | None, ranks: Ranks) -> list[KeptCodes]:
     """What compression keeps, by the names of the plain model."""
-    names = {id(named.tensor): named.name for named in named_tensors(model, ranks)}
     found = [*codes_in(model), *([] if optimizer is None else codes_in(optimizer))]
+    if not found:
+        return found
+    names = {id(named.tensor): named.name for named in named_tensors(model, ranks)}
     for kept in found:
         own = zip(kept.tensors, kept.names, strict=True)
         kept.rename([names.get(id(tensor), plain_name(name)) for tensor, name in own], "")

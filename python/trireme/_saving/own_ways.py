@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from trireme._C import CheckpointTensor
-from trireme._core.owners import KeepsElsewhere, group_of_stages
+from trireme._core.owners import group_of_stages, keeps_elsewhere
 from trireme._saving.parts import (
     NamedTensor,
     Ranks,
@@ -34,7 +34,7 @@ class TensorsElsewhere:
         self._found = [
             (name, module, module._tensors_elsewhere())
             for name, module in plain.named_modules()
-            if isinstance(module, KeepsElsewhere)
+            if keeps_elsewhere(module)
         ]
 
     def to_save(self, ranks: Ranks) -> list[CheckpointTensor]:
@@ -62,7 +62,7 @@ def expect_plain_states(model: nn.Module, ranks: Ranks) -> None:
         ValueError: there is one; the text names it, its class and the difference.
     """
     for prefix, owner in plain_model(model).named_modules():
-        if isinstance(owner, KeepsElsewhere) or not _saves_in_own_way(owner):
+        if keeps_elsewhere(owner) or not _saves_in_own_way(owner):
             continue
         difference = _difference_of(owner)
         if difference:
@@ -108,7 +108,7 @@ def _tensors_below(owner: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]
     elsewhere: list[str] = []
     for prefix, module in owner.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
-        if isinstance(module, KeepsElsewhere):
+        if keeps_elsewhere(module):
             elsewhere.append(dot)
         kept = module._non_persistent_buffers_set
         buffers = {name: value for name, value in module._buffers.items() if name not in kept}
@@ -147,7 +147,7 @@ def has_to_finish(model: nn.Module) -> bool:
 
 
 def _owners_in(plain: nn.Module) -> list[nn.Module]:
-    return [owner for owner in plain.modules() if not isinstance(owner, KeepsElsewhere)]
+    return [owner for owner in plain.modules() if not keeps_elsewhere(owner)]
 
 
 def _own_post_hooks(owner: nn.Module) -> list[Callable[..., Any]]:

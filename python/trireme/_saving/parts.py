@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -252,11 +252,19 @@ def named_tensors(model: nn.Module, ranks: Ranks) -> list[NamedTensor]:
                     continue
                 full_name = f"{prefix}.{name}" if prefix else name
                 full_name = plain_name(names.get(full_name, full_name))
-                if any("\ud800" <= letter <= "\udfff" for letter in full_name):
+                if _has_half_a_pair(full_name):
                     got = f"got a tensor called {full_name!a}, which has half of a surrogate pair"
                     ranks.refuse(got, "Give it a name of characters.")
                 found[id(tensor)] = NamedTensor(full_name, tensor, is_buffer, not is_staged)
     return list(found.values())
+
+
+def _has_half_a_pair(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _names_in_whole(
@@ -275,7 +283,7 @@ def plain_model(model: nn.Module) -> nn.Module:
     while isinstance(inner, nn.parallel.DistributedDataParallel) or hasattr(inner, "_orig_mod"):
         inner = inner._orig_mod if hasattr(inner, "_orig_mod") else inner.module
     for module in inner.modules():
-        if hasattr(module, "_get_fsdp_state"):
+        if hasattr(type(module), "_get_fsdp_state"):
             module.reshard()
     return inner
 
@@ -287,14 +295,14 @@ def plain_name(name: str) -> str:
 
 
 def model_to_save(
-    model: nn.Module, ranks: Ranks, *, copies: bool = False
+    named: Iterable[NamedTensor], ranks: Ranks, *, copies: bool = False
 ) -> list[CheckpointTensor]:
     """This rank's part. Buffers are rank 0's, of a pipeline those of the lowest rank that has them:
     ranks need not have the same. ``copies``: of buffers, and of what other ranks step in memory
     that they share with this one."""
     tensors = []
     sharded: dict[ShardedOptimizer, ShardedParts] = {}
-    for tensor in named_tensors(model, ranks):
+    for tensor in named:
         optimizer = optimizer_of(tensor.tensor)
         if copies and optimizer is not None and _saves_all_of(optimizer, ranks):
             if optimizer not in sharded:

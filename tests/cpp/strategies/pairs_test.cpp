@@ -176,7 +176,8 @@ Program training(const Row& row, Made& made, auto& net, torch::optim::Optimizer&
       made.loss(output, target).backward();
     });
     end_clock(made);
-    stepped ? stepped() : trireme::step(optimizer);
+    if (stepped) return stepped();
+    trireme::step(optimizer);
   };
   program.evaluate = [&](int64_t number) { return net->forward(batch(number)); };
   return program;

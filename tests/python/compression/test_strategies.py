@@ -113,10 +113,12 @@ def assert_goes_on(make: Any, rank: int, folder: Path, steps: int = 3) -> None:
     first, second = make(), make()
     for step in range(steps):
         first.averaged(random(step, rank))
-    trireme.save_checkpoint(folder, first.net, first.optimizer)
+    pending = trireme.save_checkpoint(folder, first.net, first.optimizer, asynchronous=True)
+    all_expected = [first.averaged(random(step, rank)) for step in range(steps, steps + 2)]
+    pending.wait()
     trireme.load_checkpoint(folder, second.net, second.optimizer)
-    for step in range(steps, steps + 2):
-        expected, found = (one.averaged(random(step, rank)) for one in (first, second))
+    for step, expected in enumerate(all_expected, start=steps):
+        found = second.averaged(random(step, rank))
         for name, values in expected.items():
             np.testing.assert_array_equal(found[name], values, err_msg=name)
 

@@ -130,8 +130,8 @@ class Trained:
         self.optimizer.step()
         return loss
 
-    def save(self, path: str, **options: Any) -> None:
-        trireme.save_checkpoint(path, self.net, self.optimizer, **options)
+    def save(self, path: str, **options: Any) -> trireme.PendingSave:
+        return trireme.save_checkpoint(path, self.net, self.optimizer, **options)
 
     def load(self, path: str, **options: Any) -> dict[str, Any]:
         return trireme.load_checkpoint(path, self.net, self.optimizer, **options)
@@ -151,7 +151,9 @@ def _save(rank: int, strategy: str, options: dict[str, Any], path: str) -> None:
     trained = Trained(strategy, **options)
     for step in range(BREAK):
         trained.train(step)
-    trained.save(path, extra={"step": BREAK}, max_file_bytes=400)
+    pending = trained.save(path, extra={"step": BREAK}, max_file_bytes=400, asynchronous=True)
+    trained.train(BREAK)  # which is not saved
+    pending.wait()
 
 
 def _go_on(rank: int, strategy: str, options: dict[str, Any], path: str, is_exact: bool) -> None:
