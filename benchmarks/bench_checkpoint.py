@@ -296,7 +296,7 @@ def _drop_cache(folder: Path) -> None:
 
 
 # Rows of a rank's batch, and steps beside a save.
-SAVING_WORKLOADS = {"gpt": (8, 3), "mlp": (16, 30)}
+SAVING_WORKLOADS = {"gpt": (8, 2), "mlp": (16, 12)}
 SAVING_SIDES = (
     ("trireme", "ddp", "torch-ddp"),
     ("trireme", "fsdp", "torch-fsdp2"),

@@ -181,7 +181,7 @@ def bench_steps(
 
 def bench_cable(cable: str, effort: Effort) -> dict[str, Any]:
     """Measures and prints steps between two hosts; returns its part of the JSON."""
-    rounds, steps = (1, 2) if effort == QUICK else (2 if cable == "100mbit" else 1, 4)
+    rounds, steps = (1, 2) if effort == QUICK else (2 if cable == "100mbit" else 1, 3)
     runs = measure_all((*OURS, *THEIRS), rounds, lambda side: run_on_cable(side, cable, steps))
     times = {label: [run.step_ms for run in found] for label, found in runs.items()}
     plain = times[TORCH_VIEW.label]

@@ -64,7 +64,7 @@ def _bench(part: str, quick: bool, results: dict[str, Any]) -> bool:
         losses = train_to_quality("rounds", seeds, quality_steps)
         results[part] = compare_losses(losses, quality_steps, LOSS_TARGETS)
         return True
-    turns, periods = (1, 1) if quick else ({"100mbit": 3, "host": 5}.get(part, 1), 2)
+    turns, periods = (1, 1) if quick else ({"100mbit": 3, "host": 3}.get(part, 1), 2)
     runs: dict[str, list[dict[str, float]]] = {side: [] for side in (DDP, ALONE, *ROUNDS)}
     for turn in range(turns):
         sides = list(runs) if turn % 2 == 0 else list(runs)[::-1]

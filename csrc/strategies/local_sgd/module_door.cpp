@@ -4,6 +4,7 @@
 #include <trireme/module/averages_gradients.h>
 #include <trireme/module/module_parameters.h>
 #include <trireme/saving/module_content.h>
+#include <trireme/sync/table_parameters.h>
 
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
@@ -47,6 +48,11 @@ ModuleDoor::ModuleDoor(const TrainedModule& trained)
     const at::Tensor& tensor = all.tensors[i];
     const bool trains = tensor.requires_grad() || stepped.contains(tensor.unsafeGetTensorImpl());
     if (!trains || !can_be_averaged(tensor)) continue;
+    TORCH_CHECK_VALUE(!table_of(tensor),
+                      error_text(kRoundsArea,
+                                 "got '" + all.names[i] +
+                                     "', which a parameter server keeps, expected one of this rank",
+                                 {}, "Leave that module out of the rounds."));
     names_.push_back(all.names[i]);
     tensors_.push_back(tensor);
   }
