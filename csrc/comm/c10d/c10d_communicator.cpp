@@ -457,7 +457,7 @@ class C10dCommunicator final : public Communicator {
       const auto hash = static_cast<int64_t>(std::hash<std::string>()(place_text()));
       at::Tensor own = at::full({1}, hash, at::kLong);
       at::Tensor of_all = at::empty({where_.world}, at::kLong);
-      all_gather_flat(*group_, of_all, own)->wait();
+      rethrow_named(operation_, *health_, [&] { all_gather_flat(*group_, of_all, own)->wait(); });
       are_near_ = of_all.eq(hash).all().item<bool>();
     }
     return *are_near_;
