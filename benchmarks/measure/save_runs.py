@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from workloads import WorkloadOptions
 
 from measure import memory
 from measure.peak_memory import watching
@@ -44,6 +45,7 @@ class SaveRun:
     rows: int
     steps: int
     folder: str
+    tiny: bool = False
 
     @property
     def label(self) -> str:
@@ -172,7 +174,10 @@ class Saver:
     def __init__(self, run: SaveRun) -> None:
         self._run = run
         self._trainer = Trainer(
-            RankConfig(run.strategy, run.workload, RANKS * run.rows, 1),
+            RankConfig(
+                *(run.strategy, run.workload, RANKS * run.rows, 1),
+                workload_options=WorkloadOptions(tiny=run.tiny),
+            ),
             STRATEGIES[run.strategy],
         )
         self._library = LIBRARIES[run.library]()

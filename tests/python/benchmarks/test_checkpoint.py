@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,27 @@ from measure.checkpoint_runs import (
     Loaded,
     Model,
     Saved,
-    SavesBeside,
     check_sums,
     load_peak_mib,
-    saves_beside,
     sum_of,
     train_a_step,
 )
 from measure.ranks import RankFailed
+from measure.save_runs import (
+    SaveCost,
+    SaveRun,
+    load_seconds,
+    peaks_mib,
+    save_with,
+    saving_ranks,
+)
 from measure.strategies import OptimizerSpec, Parallel, build_plain
 
-TINY = Effort(2, 1, Model(width=64, units=3), Model(width=64, units=3))
+TINY = Effort(2, 1, Model(width=64, units=3))
 SECONDS = {"fsdp": 0.5, "zero2": 1.0, "ddp": 2.5, "single": 0.8, "torch-fsdp2": 4.0}
 
 
-_SAVES = SavesBeside([0.2], [1.0], [2.0], [0.01], [0.21], [0.4], 9.0)
+_SAVE = SaveCost(0.2, 1.0, 2.0, 0.01, 0.21, 0.4, 9.0)
 
 
 def _load(run: CheckpointRun, _: Saved) -> Loaded:
@@ -51,7 +58,10 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_checkpoint, "save_with", lambda _: Saved(1.0, 0.0))
     monkeypatch.setattr(bench_checkpoint, "load_with", _load)
     monkeypatch.setattr(bench_checkpoint, "load_peak_mib", _peak)
-    monkeypatch.setattr(bench_checkpoint, "saves_beside", lambda _: [_SAVES, _SAVES])
+    monkeypatch.setattr(bench_checkpoint, "saving_ranks", lambda *_: nullcontext())
+    monkeypatch.setattr(bench_checkpoint, "cost_of_save", lambda _: _SAVE)
+    monkeypatch.setattr(bench_checkpoint, "load_seconds", lambda _: [1.1, 1.0])
+    monkeypatch.setattr(bench_checkpoint, "peaks_mib", lambda _: [190.0, 100.0])
     monkeypatch.setattr(bench_checkpoint, "cores", lambda: 2)
     monkeypatch.setattr(bench_checkpoint, "_drop_cache", lambda _: None)
     monkeypatch.setattr(bench_checkpoint, "DROP_CACHES", Path(__file__))
@@ -75,7 +85,14 @@ def test_speeds_and_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         # fully_shard on 2 ranks twice, ZeRO, DDP, 1 process: 4 ranks are more than there are cores.
         assert _verdicts(found[part]) == ["met", "met", "met", "missed", "met"]
     assert {row.get("verdict") for row in found["memory"]} == {"met", None}
-    assert [row["medians"]["stall_ms"] for row in found["saves"]] == [2.0, 2.0, 2.0]
+    goals = {
+        (workload, goal["what"]): goal["verdict"]
+        for workload, part in found["saves"].items()
+        for goal in part["goals"]
+        if goal["side"] == "ddp"
+    }
+    assert goals["gpt", "stall, ms"] == goals["mlp", "stall / a copy of the part"] == "met"
+    assert goals["gpt", "memory beyond training, MiB"] == "missed"
     page = readme_results.written("docs/checkpoint.md")
     assert "1.7 GiB: 16 units of 36 MiB" in page
     assert "| a copy of the files |  |  | 1.00 | 1.81 |  |" in page
@@ -83,6 +100,7 @@ def test_speeds_and_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert "| fully_shard | 2 | 4 | 0.50 | 3.62 | 200% |" in page
     assert "| torch's fully_shard | 2 | 2 | 4.00 | 0.45 | 25% |" in page
     assert "| DDP | 4 | 2 | 18.0 | 0.50 |" in page
+    assert "| `mlp` | `torch-ddp` | 0.20 | 1.0 | 2.0 | 10 | 0.21 | 0.40 |" in page
 
 
 @pytest.mark.usefixtures("made_up")
@@ -99,10 +117,12 @@ def test_cold_needs_the_right_to_drop_the_cache(
 
 @pytest.mark.usefixtures("forked_measure")
 def test_small_saves_beside_steps(tmp_path: Path) -> None:
-    run = CheckpointRun("trireme", "ddp", 2, 1, str(tmp_path), 64, 3, saves=1)
-    for rank in saves_beside(run):
-        assert len(rank.stall_ms) == 1 and 0 < rank.stall_ms[0] < 1e4
-        assert rank.durable_beside_s[0] > 0 and rank.part_copy_ms > 0
+    run = SaveRun("trireme", "ddp", "mlp", 2, 1, str(tmp_path), tiny=True)
+    with saving_ranks(run, tmp_path) as group:
+        cost = save_with(group)
+        assert 0 < cost.stall_ms < 1e4 and cost.beside_s > 0 and cost.copy_ms > 0
+        assert all(seconds > 0 for seconds in load_seconds(group))
+        assert all(peak >= 0 for peak in peaks_mib(group))  # seen every 20 ms
 
 
 @pytest.mark.usefixtures("forked_measure")
