@@ -19,6 +19,7 @@ import trireme
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
+from trireme._core.owners import table_of
 
 from contract.pair_manners import Seen, new_scaler
 from contract.pair_rows import LR, Made, Place, Row
@@ -382,7 +383,8 @@ class Saved(Run):
             return
         folder = f"{self.place.folder}/checkpoint"
         self.made.before()
-        pending = trireme.save_checkpoint(folder, self.net, self.optimizer, asynchronous=True)
+        beside = not any(map(table_of, self.model.parameters()))  # which a server refuses
+        pending = trireme.save_checkpoint(folder, self.net, self.optimizer, asynchronous=beside)
         zeros = {
             name: torch.zeros_like(value) if isinstance(value, Tensor) else value
             for name, value in self.model.state_dict().items()
