@@ -69,13 +69,11 @@ from measure.machine import cores, machine
 from measure.save_runs import (
     SaveCost,
     SaveRun,
+    cost_of_save,
     load_seconds,
     medians,
     peaks_mib,
     saving_ranks,
-)
-from measure.save_runs import (
-    save_with as cost_of_save,
 )
 from measure.stats import PairedRatio, verdict
 from measure.strategies import STRATEGIES

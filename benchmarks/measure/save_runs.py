@@ -76,11 +76,11 @@ def saving_ranks(run: SaveRun, logs: Path) -> Iterator[RankGroup]:
     launch = Launch(f"saves-{run.strategy}", "measure.save_runs", argument, RANKS, 1, logs)
     with RankGroup(launch) as group:
         group.replies()
-        save_with(group)
+        cost_of_save(group)
         yield group
 
 
-def save_with(group: RankGroup) -> SaveCost:
+def cost_of_save(group: RankGroup) -> SaveCost:
     """Of each number that of the slowest rank."""
     replies = group.ask({"do": "save"})
     return SaveCost(**{name: max(reply[name] for reply in replies) for name in replies[0]})

@@ -30,9 +30,9 @@ from measure.ranks import RankFailed
 from measure.save_runs import (
     SaveCost,
     SaveRun,
+    cost_of_save,
     load_seconds,
     peaks_mib,
-    save_with,
     saving_ranks,
 )
 from measure.strategies import OptimizerSpec, Parallel, build_plain
@@ -119,7 +119,7 @@ def test_cold_needs_the_right_to_drop_the_cache(
 def test_small_saves_beside_steps(tmp_path: Path) -> None:
     run = SaveRun("trireme", "ddp", "mlp", 2, 1, str(tmp_path), tiny=True)
     with saving_ranks(run, tmp_path) as group:
-        cost = save_with(group)
+        cost = cost_of_save(group)
         assert 0 < cost.stall_ms < 1e4 and cost.beside_s > 0 and cost.copy_ms > 0
         assert all(seconds > 0 for seconds in load_seconds(group))
         assert all(peak >= 0 for peak in peaks_mib(group))  # seen every 20 ms

@@ -274,6 +274,8 @@ def _outlive(rank: int, culprit: int, moment: str, folder: Path) -> None:
         assert_seen_soon()
     if dies:
         threading.Event().wait()
+    if moment == "call":
+        assert sorted(os.listdir(folder)) == [path.name]
     weight = on_disk(str(path))["weight"]
     assert torch.equal(weight, torch.full_like(weight, float(weight[0, 0])))
     assert trireme.load_checkpoint(path, model, process_group=my_own_group(rank)) == {}
