@@ -3,7 +3,8 @@
 Run as a rank (`python -m measure.save_runs CONFIG`) it builds a workload under a strategy and obeys
 commands (one JSON object per line on standard input):
   {"do": "save"}  saves at once, then beside nothing and beside steps; replies with SaveCost
-  {"do": "load"}  loads with checksums and without; replies with {"seconds": [with, without]}
+  {"do": "load"}  loads with checksums and without; replies with {"seconds": [with, without],
+                  "read_bytes": [with, without]}
   {"do": "train"} steps as "save" does, without a save
   {"do": "stop"}  leaves the process group and ends
 """
@@ -46,6 +47,7 @@ class SaveRun:
     steps: int
     folder: str
     tiny: bool = False
+    ranks: int = RANKS
 
     @property
     def label(self) -> str:
@@ -73,7 +75,7 @@ class SaveCost:
 def saving_ranks(run: SaveRun, logs: Path) -> Iterator[RankGroup]:
     """Ranks that have a state and have saved once, which makes what the first save makes."""
     argument = json.dumps(asdict(run))
-    launch = Launch(f"saves-{run.strategy}", "measure.save_runs", argument, RANKS, 1, logs)
+    launch = Launch(f"saves-{run.strategy}", "measure.save_runs", argument, run.ranks, 1, logs)
     with RankGroup(launch) as group:
         group.replies()
         cost_of_save(group)
@@ -90,6 +92,14 @@ def load_seconds(group: RankGroup) -> list[float]:
     """Seconds of a load from the page cache with checksums and without, of the slowest rank."""
     replies = group.ask({"do": "load"})
     return [max(times) for times in zip(*(reply["seconds"] for reply in replies), strict=True)]
+
+
+def hashed_share(group: RankGroup, folder: Path) -> float:
+    """Bytes that all ranks read more in a load with checksums than without, of the bytes of the
+    files of tensors: 1 if each byte is hashed once on the host."""
+    replies = group.ask({"do": "load"})
+    with_bytes, without = map(sum, zip(*(reply["read_bytes"] for reply in replies), strict=True))
+    return (with_bytes - without) / sum(it.stat().st_size for it in folder.glob("*.safetensors"))
 
 
 def peaks_mib(group: RankGroup) -> list[float]:
@@ -175,14 +185,14 @@ class Saver:
         self._run = run
         self._trainer = Trainer(
             RankConfig(
-                *(run.strategy, run.workload, RANKS * run.rows, 1),
+                *(run.strategy, run.workload, run.ranks * run.rows, 1),
                 workload_options=WorkloadOptions(tiny=run.tiny),
             ),
             STRATEGIES[run.strategy],
         )
         self._library = LIBRARIES[run.library]()
         self._train(2)  # there is a state, then
-        self._copy_ms = _part_copy_ms(self._trainer.parallel)
+        self._copy_ms = _part_copy_ms(self._trainer.parallel, run.ranks)
         memory.give_back_unused()
 
     def save(self) -> dict[str, Any]:
@@ -204,19 +214,20 @@ class Saver:
         return asdict(SaveCost(*times))
 
     def load(self) -> dict[str, Any]:
+        costs = [self._load(verify) for verify in (True, False)]
+        return {name: [cost[name] for cost in costs] for name in costs[0]}
+
+    def _load(self, verify: bool) -> dict[str, float]:
         import trireme
 
         parallel, folder = self._trainer.parallel, f"{self._run.folder}/now"
-        return {
-            "seconds": [
-                _seconds(
-                    lambda verify=verify: trireme.load_checkpoint(  # type: ignore[misc]
-                        folder, parallel.module, parallel.optimizer, verify=verify
-                    )
-                )
-                for verify in (True, False)
-            ]
-        }
+        before = _bytes_read()
+        seconds = _seconds(
+            lambda: trireme.load_checkpoint(
+                folder, parallel.module, parallel.optimizer, verify=verify
+            )
+        )
+        return {"seconds": seconds, "read_bytes": _bytes_read() - before}
 
     def train(self) -> dict[str, Any]:
         self._train(self._run.steps)
@@ -235,6 +246,12 @@ def _seconds(body: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def _bytes_read() -> int:
+    """What this process has read by system calls, from the page cache, too."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["rchar"])
+
+
 def _when_done(wait: Callable[[], float | None]) -> tuple[float | None, float]:
     return wait(), time.perf_counter()
 
@@ -244,12 +261,12 @@ def _meet() -> None:
     dist.barrier()
 
 
-def _part_copy_ms(parallel: Parallel) -> float:
+def _part_copy_ms(parallel: Parallel, ranks: int) -> float:
     """Milliseconds of one copy of what this rank writes, into memory that is there."""
     states = memory.optimizer_state(parallel.optimizer)
     tensors = [memory.local_of(it) for it in (*parallel.module.parameters(), *states)]
     has_all = not any(map(memory.is_sharded, parallel.module.parameters()))
-    numel = sum(it.nbytes for it in tensors) // (RANKS if has_all else 1)
+    numel = sum(it.nbytes for it in tensors) // (ranks if has_all else 1)
     source, target = torch.ones(numel, dtype=torch.uint8), torch.zeros(numel, dtype=torch.uint8)
     start = time.perf_counter()
     target.copy_(source)

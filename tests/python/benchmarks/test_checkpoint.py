@@ -31,6 +31,7 @@ from measure.save_runs import (
     SaveCost,
     SaveRun,
     cost_of_save,
+    hashed_share,
     load_seconds,
     peaks_mib,
     saving_ranks,
@@ -61,6 +62,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_checkpoint, "saving_ranks", lambda *_: nullcontext())
     monkeypatch.setattr(bench_checkpoint, "cost_of_save", lambda _: _SAVE)
     monkeypatch.setattr(bench_checkpoint, "load_seconds", lambda _: [1.1, 1.0])
+    monkeypatch.setattr(bench_checkpoint, "hashed_share", lambda *_: 1.01)
     monkeypatch.setattr(bench_checkpoint, "peaks_mib", lambda _: [190.0, 100.0])
     monkeypatch.setattr(bench_checkpoint, "cores", lambda: 2)
     monkeypatch.setattr(bench_checkpoint, "_drop_cache", lambda _: None)
@@ -93,6 +95,8 @@ def test_speeds_and_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     }
     assert goals["gpt", "stall, ms"] == goals["mlp", "stall / a copy of the part"] == "met"
     assert goals["gpt", "memory beyond training, MiB"] == "missed"
+    hashed = "bytes hashed by 4 ranks in a load / bytes of the files"
+    assert goals["mlp", hashed].startswith("met within noise")
     page = readme_results.written("docs/checkpoint.md")
     assert "1.7 GiB: 16 units of 36 MiB" in page
     assert "| a copy of the files |  |  | 1.00 | 1.81 |  |" in page
@@ -122,6 +126,7 @@ def test_small_saves_beside_steps(tmp_path: Path) -> None:
         cost = cost_of_save(group)
         assert 0 < cost.stall_ms < 1e4 and cost.beside_s > 0 and cost.copy_ms > 0
         assert all(seconds > 0 for seconds in load_seconds(group))
+        assert hashed_share(group, tmp_path / "now") == pytest.approx(1, abs=0.01)
         assert all(peak >= 0 for peak in peaks_mib(group))  # seen every 20 ms
 
 
