@@ -86,6 +86,7 @@ SIDES: dict[str, Callable[[nn.Module, Optimizer, int], Side]] = {
 def main() -> None:
     side, period, steps, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
+    memory.keep_heap_warm()
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     workload = WORKLOADS["gpt-small-batch"](WorkloadOptions(tiny="TINY" in os.environ))

@@ -38,14 +38,17 @@ WorkPtr reduce_scatter_flat(Group& group, at::Tensor& output, at::Tensor& input,
   }
 }
 
-// Splits both tensors in equal parts.
+// How many elements of a tensor go to each rank, or come from it.
+using Splits = std::vector<int64_t>;
+
+// Splits both tensors as told; none: in equal parts.
 template <typename Group>
-WorkPtr all_to_all_flat(Group& group, at::Tensor& output, at::Tensor& input) {
-  std::vector<int64_t> equal;
-  if constexpr (requires { group.all_to_all_single(output, input, equal, equal); }) {
-    return group.all_to_all_single(output, input, equal, equal);
+WorkPtr all_to_all_flat(Group& group, at::Tensor& output, at::Tensor& input,
+                        Splits output_splits = {}, Splits input_splits = {}) {
+  if constexpr (requires { group.all_to_all_single(output, input, output_splits, input_splits); }) {
+    return group.all_to_all_single(output, input, output_splits, input_splits);
   } else {
-    return group.alltoall_base(output, input, equal, equal);
+    return group.alltoall_base(output, input, output_splits, input_splits);
   }
 }
 

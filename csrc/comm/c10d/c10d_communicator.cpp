@@ -21,6 +21,7 @@
 #include <atomic>
 #include <functional>
 #include <map>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <system_error>
@@ -117,6 +118,12 @@ std::vector<TensorList> split_by_buffer(const TensorList& tensors, bool by_dtype
 // Broadcasts from several roots run two at a time, so that of a link between hosts only one
 // direction is busy, mostly: a gather of some MB takes twice as long. There each rank sends its
 // part to all others at once, by an exchange.
+//
+// Gloo sends data when the receiver has said that its buffer is there, on the connection that
+// carries the receiver's own data. Its exchange sends first: the rank that comes later says that it
+// is ready behind all that it sends, and the other one's direction of the link lies idle for as
+// long. So between hosts what goes to higher ranks and what goes to lower ones have connections of
+// their own, on which nothing but such words goes the other way.
 constexpr int64_t kSmallBytes = 64 * 1024;
 
 // The works of one verb, in the order in which they were issued.
@@ -215,7 +222,9 @@ class C10dCommunicator final : public Communicator {
   ~C10dCommunicator() override {
     if (!health_->failure()) return;
     try {
-      std::thread([group = std::move(group_)]() mutable { group.reset(); }).detach();
+      std::thread([groups = std::pair(std::move(group_), std::move(downward_))]() mutable {
+        groups = {};
+      }).detach();
     } catch (const std::system_error&) {  // no thread: it has ended here
     }
   }
@@ -448,7 +457,7 @@ class C10dCommunicator final : public Communicator {
   void gather_by_exchange(WorkState& state, at::Tensor output, const at::Tensor& input) {
     at::Tensor sent = scratch_.take_buffer(output.numel());
     sent.view({where_.world, -1}).copy_(input.view({1, -1}));
-    add(state, [&] { return all_to_all_flat(*group_, output, sent); }, {output, sent});
+    exchange(state, output, sent);
   }
 
   // Returns whether messages of these ranks cross no link between hosts. Collective the first time.
@@ -459,8 +468,51 @@ class C10dCommunicator final : public Communicator {
       at::Tensor of_all = at::empty({where_.world}, at::kLong);
       rethrow_named(operation_, *health_, [&] { all_gather_flat(*group_, of_all, own)->wait(); });
       are_near_ = of_all.eq(hash).all().item<bool>();
+      if (!*are_near_) rethrow_named(operation_, *health_, [&] { downward_ = group_like_this(); });
     }
     return *are_near_;
+  }
+
+  // Makes a group of the same ranks on the CPU; null if the engine can make none. Collective.
+  c10::intrusive_ptr<c10d::ProcessGroup> group_like_this() {
+    std::vector<int> ranks(static_cast<size_t>(where_.world));
+    std::iota(ranks.begin(), ranks.end(), 0);
+    return split_group(group_, ranks, "downward", c10::kCPU);
+  }
+
+  // Sends part r of `input` to rank r, and receives its part for this rank as part r of `output`;
+  // then calls `afterwards`.
+  void exchange(WorkState& state, at::Tensor output, at::Tensor input,
+                std::function<void()> afterwards = {}) {
+    if (are_near() || !downward_) {
+      add(
+          state, [&] { return all_to_all_flat(*group_, output, input); }, {output, input},
+          std::move(afterwards));
+      return;
+    }
+    const int64_t part = input.numel() / where_.world;
+    const int64_t own = where_.rank * part;
+    output.narrow(0, own, part).copy_(input.narrow(0, own, part));
+    const auto of_lower = [&](const at::Tensor& all) { return all.narrow(0, 0, own); };
+    const auto of_higher = [&](const at::Tensor& all) { return all.slice(0, own + part); };
+    const auto splits = [&](int64_t of_each_lower, int64_t of_each_higher) {
+      Splits numels(static_cast<size_t>(where_.world), of_each_higher);
+      std::fill_n(numels.begin(), where_.rank, of_each_lower);
+      numels[static_cast<size_t>(where_.rank)] = 0;
+      return numels;
+    };
+    TensorList up{of_lower(output), of_higher(input)};
+    TensorList down{of_higher(output), of_lower(input)};
+    add(
+        state,
+        [&] { return all_to_all_flat(*group_, up[0], up[1], splits(part, 0), splits(0, part)); },
+        up);
+    add(
+        state,
+        [&] {
+          return all_to_all_flat(*downward_, down[0], down[1], splits(0, part), splits(part, 0));
+        },
+        down, std::move(afterwards));
   }
 
   void scatter_in_pieces(WorkState& state, at::Tensor output, at::Tensor input, ReduceOp op) {
@@ -469,10 +521,12 @@ class C10dCommunicator final : public Communicator {
     const auto add_up = [output, received, op, world = where_.world] {
       reduce_parts(output, received, op, world);
     };
-    add(state, [&] { return all_to_all_flat(*group_, received, sent); }, {received, sent}, add_up);
+    exchange(state, received, sent, add_up);
   }
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  // Carries what an exchange between hosts sends to lower ranks.
+  c10::intrusive_ptr<c10d::ProcessGroup> downward_ = {};
   RankOf where_;
   std::shared_ptr<GroupHealth> health_;
   std::optional<c10::Device> only_device_;

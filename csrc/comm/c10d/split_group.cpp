@@ -69,10 +69,11 @@ class MadeParts {
 // stands for, under the same keys.
 c10::intrusive_ptr<c10d::ProcessGroup> split_group(
     const c10::intrusive_ptr<c10d::ProcessGroup>& whole, const std::vector<int>& ranks,
-    const std::string& name) {
+    const std::string& name, std::optional<c10::DeviceType> only) {
   c10d::ProcessGroup& group = *whole;
   if (!group.hasBackends()) return {};
-  const std::vector<c10::Device> devices = group.getDeviceTypes();
+  const std::vector<c10::Device> devices =
+      only ? std::vector<c10::Device>{c10::Device(*only)} : group.getDeviceTypes();
   for (const c10::Device device : devices)
     if (!group.getBackend(device.type())->supportsSplitting()) return {};
   const std::string part = name + " of ranks " + c10::str(ranks);
@@ -94,7 +95,9 @@ c10::intrusive_ptr<c10d::ProcessGroup> split_group(
           copy_of(parent->getBackendOptions(), engine, {group.getRank(), group.getSize()}));
     made->setBackend(device.type(), c10d::ProcessGroup::strToBackendType(engine), backend);
   }
-  made->setDefaultBackend(group.getBackendType());
+  made->setDefaultBackend(
+      only ? c10d::ProcessGroup::strToBackendType(group.getBackend(*only)->getBackendName())
+           : group.getBackendType());
   return made;
 }
 

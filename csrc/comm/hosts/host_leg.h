@@ -66,7 +66,9 @@ class HostLeg {
   HostLeg(const HostLeg&) = delete;
   HostLeg& operator=(const HostLeg&) = delete;
 
-  // Do nothing for 0 bytes. Throw LegBroken.
+  // Do nothing for 0 bytes. Throw LegBroken. Where both are due, recv() comes first: Gloo tells the
+  // sender that the memory is there behind all that was sent before, for which the sender's
+  // direction of the link would lie idle.
   void send(Flight& flight, int64_t host, const std::byte* data, int64_t bytes);
   void recv(Flight& flight, int64_t host, std::byte* data, int64_t bytes);
   // Waits until all messages have arrived and been sent; throws LegBroken.

@@ -42,9 +42,9 @@ class MultiHostCollectives::Placing final : private Stages {
       copy_pieces({sent, mine.bytes()}, mine);
     }
     visit_arriving(k, [&](int64_t host, const Pieces& theirs, std::byte* in_room) {
-      send(k, host, sent, mine.bytes());
       std::byte* place = in_one_run(theirs);
       recv(k, host, place != nullptr ? place : in_room, theirs.bytes());
+      send(k, host, sent, mine.bytes());
     });
   }
 

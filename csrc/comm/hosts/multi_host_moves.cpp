@@ -25,8 +25,8 @@ class MultiHostCollectives::Gathering final : private Stages {
     std::byte* received = room(k).received(received_bytes(k));
     layout_.others([&](int64_t host) {
       const int64_t theirs = shares_.size(k, host, layout_.place);
-      send(k, host, room(k).partial(share.bytes()), share.bytes());
       recv(k, host, received, theirs);
+      send(k, host, room(k).partial(share.bytes()), share.bytes());
       received += theirs;
     });
   }

@@ -41,8 +41,8 @@ class MultiHostCollectives::Summing final : public SlicedStages {
     std::byte* received = room(k).received(mine.bytes * layout_.count());
     layout_.others([&](int64_t host) {
       const Run theirs = summed_by(host, slice.bytes());
-      send(k, host, room(k).partial(slice.bytes()) + theirs.begin, theirs.bytes);
       recv(k, host, received + host * mine.bytes, mine.bytes);
+      send(k, host, room(k).partial(slice.bytes()) + theirs.begin, theirs.bytes);
     });
   }
 
@@ -56,8 +56,8 @@ class MultiHostCollectives::Summing final : public SlicedStages {
     if (root_ >= 0 || is_flat(bytes)) return;
     layout_.others([&](int64_t host) {
       const Run theirs = summed_by(host, bytes);
-      send(k, host, partial + mine.begin, mine.bytes);
       recv(k, host, partial + theirs.begin, theirs.bytes);
+      send(k, host, partial + mine.begin, mine.bytes);
     });
   }
 
@@ -121,8 +121,8 @@ class MultiHostCollectives::Scattering final : private Stages {
     for (int64_t host = 0; host < layout_.count(); ++host) {
       const int64_t theirs = shares_.size(k, host, layout_.place);
       if (host != layout_.host) {
-        send(k, host, partial + offset, theirs);
         recv(k, host, received + host * mine, mine);
+        send(k, host, partial + offset, theirs);
       }
       offset += theirs;
     }

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 
+#include <cmath>
 #include <utility>
 
 namespace trireme {
@@ -40,6 +41,13 @@ void make_orthogonal(const at::Tensor& matrix) {
   }
 }
 
+// Returns whether all elements of left x right are finite: at once where those of the two are small
+// enough for their sums, without making the product.
+bool has_finite_product(const at::Tensor& left, const at::Tensor& right) {
+  const at::Tensor most = left.abs().amax(0).dot(right.abs().amax(1));
+  return std::isfinite(most.item<float>()) || at::isfinite(left.mm(right)).all().item<bool>();
+}
+
 }  // namespace
 
 at::Tensor LowRank::basis_of(const CodedGradient& gradient) const {
@@ -62,7 +70,7 @@ int64_t LowRank::start() {
     Matrix matrix{
         &gradient, at::from_blob(gradient.values, {shape.rows, shape.columns}, at::kFloat), {}, {}};
     if (gradient.kept->residual.defined())
-      matrix.sum = matrix.sum + gradient.kept->residual.view_as(matrix.sum);
+      matrix.sum.add_(gradient.kept->residual.view_as(matrix.sum));
     left_rows.push_back(shape.rows);
     right_rows.push_back(shape.columns);
     matrices_.push_back(std::move(matrix));
@@ -108,14 +116,17 @@ void LowRank::finish() {
   const double share = exchange_.factor * static_cast<double>(exchange_.senders->world());
   if (!moved_.is_same(rights_)) rights_.copy_(moved_);
   for (const Matrix& matrix : matrices_) {
-    const CodedGradient& gradient = *matrix.gradient;
-    at::Tensor mean =
-        at::from_blob(gradient.values, {gradient.shape.rows, gradient.shape.columns}, at::kFloat);
-    at::mm_out(mean, matrix.left, matrix.right.t());
-    if (!at::isfinite(mean).all().item<bool>()) continue;  // what is kept stays
-    gradient.kept->basis = matrix.right.clone();
-    at::Tensor residual = gradient.kept->residual;
-    if (residual.defined()) residual.view_as(mean).copy_(matrix.sum).sub_(mean, 1 / share);
+    const at::Tensor right = matrix.right.t();
+    at::Tensor mean = matrix.sum;  // takes its place
+    if (has_finite_product(matrix.left, right)) {  // else what is kept stays
+      KeptOfCode& kept = *matrix.gradient->kept;
+      kept.basis = matrix.right.clone();
+      if (kept.residual.defined()) {
+        at::Tensor residual = kept.residual.view_as(mean);
+        at::addmm_out(residual, matrix.sum, matrix.left, right, /*beta=*/1, /*alpha=*/-1 / share);
+      }
+    }
+    at::mm_out(mean, matrix.left, right);
   }
   unpack_dense(dense_);
 }

@@ -26,7 +26,7 @@ class LowRank final : public InFlight {
  private:
   struct Matrix {
     const CodedGradient* gradient;
-    at::Tensor sum;  // gradient and residual
+    at::Tensor sum;  // gradient and residual, where the gradient was
     at::Tensor left;
     at::Tensor right;
   };
