@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from trireme._core.plain_model import plain_model
 
 
 class ModulesAround:
@@ -37,7 +38,7 @@ class ModulesAround:
         Where several outermost modules hold a parameter, that one names it which holds most of all.
         The wrappers of DistributedDataParallel and torch.compile add nothing to a name.
         """
-        found = [self._names_in(_unwrapped(holder)) for holder in self._outermost]
+        found = [self._names_in(plain_model(holder)) for holder in self._outermost]
         named: dict[torch.Tensor, str] = {}
         for names in sorted(found, key=lambda names: (-len(names), sorted(names.values()))):
             taken = set(named.values())
@@ -77,10 +78,3 @@ def _walk(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str,
     for name, child in _members(module, "_modules"):
         if isinstance(child, nn.Module):
             yield from _walk(child, f"{prefix}{name}.", seen)
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    inside = dict(_members(module, "_modules"))
-    name = "module" if isinstance(module, TorchDDP) else "_orig_mod"
-    inner = inside.get(name)
-    return _unwrapped(inner) if isinstance(inner, nn.Module) else module

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from trireme._core.announced_writes import before_writing
 from trireme._core.owners import local_of, optimizer_of, table_of
+from trireme._core.plain_model import plain_model
 from trireme._core.writing import writing_shards
 from trireme._local_sgd import refuse
 
@@ -27,15 +28,6 @@ class _Reshards(Protocol):
 def parameters_in(optimizer: Optimizer) -> list[torch.Tensor]:
     """Lists the parameters of all groups."""
     return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def plain_model(model: nn.Module) -> nn.Module:
-    """Takes off DistributedDataParallel and torch.compile."""
-    inner: Any = model
-    while isinstance(inner, nn.parallel.DistributedDataParallel) or hasattr(inner, "_orig_mod"):
-        inner = inner._orig_mod if hasattr(inner, "_orig_mod") else inner.module
-    plain: nn.Module = inner
-    return plain
 
 
 class RoundModel:

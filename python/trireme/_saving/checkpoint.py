@@ -32,7 +32,7 @@ from trireme._saving.content import (
     load_content,
     tensors_written_with,
 )
-from trireme._saving.parts import Ranks, plain_model
+from trireme._saving.parts import Ranks, resharded_model
 from trireme._saving.pending_save import PendingSave
 from trireme._saving.rounds import add_rounds, load_rounds
 from trireme._saving.stages import has_stages, some_rank_has, trains
@@ -309,7 +309,7 @@ def group_for(
     rounds: HoldsRounds | None = None,
 ) -> dist.ProcessGroup | None:
     """Finds the group over which the model is trained; None where nobody made one."""
-    plain = plain_model(model)
+    plain = resharded_model(model)
     stages = group_of_stages(plain)
     if stages is not None:
         _expect_living(stages)

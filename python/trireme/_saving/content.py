@@ -29,8 +29,8 @@ from trireme._saving.parts import (
     model_to_load,
     model_to_save,
     named_tensors,
-    plain_model,
     plain_name,
+    resharded_model,
 )
 from trireme._saving.stages import names_of_all, some_rank_has
 
@@ -73,7 +73,7 @@ def content_to_save(
 
 def tensors_written_with(model: nn.Module, optimizer: Optimizer | None) -> list[torch.Tensor]:
     """The parameters whose announced writes are writes of what is saved."""
-    found: list[torch.Tensor] = list(plain_model(model).parameters())
+    found: list[torch.Tensor] = list(resharded_model(model).parameters())
     inner = optimizer.optim if isinstance(optimizer, ShardedOptimizer) else None
     for one in (optimizer, inner):
         for group in () if one is None else one.param_groups:
@@ -137,7 +137,7 @@ def load_content(
         codes = codes_of(model, optimizer, ranks) if has_codes else []
         check_codes(codes, source, (ranks.rank, ranks.world))
     loaded = _read_optimizer(source, model, optimizer, ranks, asks) if has_optimizer else None
-    plain = plain_model(model)
+    plain = resharded_model(model)
     with writing_shards(plain), torch.no_grad():
         source.read(MODEL, [*model_to_load(model, ranks), *elsewhere.to_load(ranks)])
         with ranks.together():

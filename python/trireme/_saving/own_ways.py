@@ -14,8 +14,8 @@ from trireme._core.owners import group_of_stages, keeps_elsewhere
 from trireme._saving.parts import (
     NamedTensor,
     Ranks,
-    plain_model,
     plain_name,
+    resharded_model,
     tensor_to_load,
     tensor_to_save,
 )
@@ -29,7 +29,7 @@ class TensorsElsewhere:
     count as buffers, which are the same on all ranks."""
 
     def __init__(self, model: nn.Module) -> None:
-        plain = plain_model(model)
+        plain = resharded_model(model)
         self._is_everywhere = group_of_stages(plain) is None
         self._found = [
             (name, module, module._tensors_elsewhere())
@@ -61,7 +61,7 @@ def expect_plain_states(model: nn.Module, ranks: Ranks) -> None:
     Raises:
         ValueError: there is one; the text names it, its class and the difference.
     """
-    for prefix, owner in plain_model(model).named_modules():
+    for prefix, owner in resharded_model(model).named_modules():
         if keeps_elsewhere(owner) or not _saves_in_own_way(owner):
             continue
         difference = _difference_of(owner)
@@ -129,7 +129,7 @@ def _is_same(saved: Any, own: torch.Tensor) -> bool:
 def finish_loading(model: nn.Module, ranks: Ranks) -> None:
     """Lets modules that load in their own way do so, with the values that they have by now: they
     may derive others from them. The caller may write parameters."""
-    owners = _owners_in(plain_model(model))
+    owners = _owners_in(resharded_model(model))
     for owner in owners:
         if _loads_in_own_way(owner):
             _load_again(owner, ranks)
@@ -142,7 +142,7 @@ def has_to_finish(model: nn.Module) -> bool:
     """Whether ``finish_loading()`` has anything to do."""
     return any(
         _loads_in_own_way(owner) or _own_post_hooks(owner)
-        for owner in _owners_in(plain_model(model))
+        for owner in _owners_in(resharded_model(model))
     )
 
 

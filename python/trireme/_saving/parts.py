@@ -24,6 +24,7 @@ from trireme._core.owners import (
     local_of,
     optimizer_of,
 )
+from trireme._core.plain_model import plain_model
 
 
 class Ranks:
@@ -235,7 +236,7 @@ def named_tensors(model: nn.Module, ranks: Ranks) -> list[NamedTensor]:
         ValueError: a module keeps extra state, which is no tensor; stages are on other ranks, too.
     """
     found: dict[int, NamedTensor] = {}
-    plain = plain_model(model)
+    plain = resharded_model(model)
     stages = group_of_stages(plain)
     is_staged = stages is not None
     names = _names_in_whole(plain, stages, ranks) if isinstance(plain, StagedModule) else {}
@@ -277,15 +278,14 @@ def _names_in_whole(
     return model.names_in_whole()
 
 
-def plain_model(model: nn.Module) -> nn.Module:
+def resharded_model(model: nn.Module) -> nn.Module:
     """Takes off DistributedDataParallel and torch.compile; reshards what can be."""
-    inner: Any = model
-    while isinstance(inner, nn.parallel.DistributedDataParallel) or hasattr(inner, "_orig_mod"):
-        inner = inner._orig_mod if hasattr(inner, "_orig_mod") else inner.module
-    for module in inner.modules():
+    plain = plain_model(model)
+    module: Any
+    for module in plain.modules():
         if hasattr(type(module), "_get_fsdp_state"):
             module.reshard()
-    return inner
+    return plain
 
 
 def plain_name(name: str) -> str:

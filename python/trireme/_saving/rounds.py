@@ -22,7 +22,7 @@ from trireme._saving.parts import (
     ShardedParts,
     named_tensors,
     part_of,
-    plain_model,
+    resharded_model,
 )
 
 KIND = "rounds"
@@ -96,7 +96,7 @@ def _held(
             kind=TypeError,
         )
     held = rounds._held()
-    if held.model is not plain_model(model) or optimizer not in (None, held.optimizer):
+    if held.model is not resharded_model(model) or optimizer not in (None, held.optimizer):
         ranks.refuse(
             "got rounds over another module or optimizer",
             "Pass those that the rounds were made for.",

@@ -9,12 +9,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trireme._core.owners import group_of_stages
-from trireme._saving.parts import Ranks, plain_model
+from trireme._saving.parts import Ranks, resharded_model
 
 
 def has_stages(model: nn.Module) -> bool:
     """Whether each rank has other layers of it."""
-    return group_of_stages(plain_model(model)) is not None
+    return group_of_stages(resharded_model(model)) is not None
 
 
 def some_rank_has(optimizer: Optimizer | None, model: nn.Module, ranks: Ranks) -> bool:
@@ -29,7 +29,7 @@ def some_rank_has(optimizer: Optimizer | None, model: nn.Module, ranks: Ranks) -
 
 def trains(model: nn.Module) -> bool:
     """Whether this rank has something to train of it."""
-    return any(parameter.requires_grad for parameter in plain_model(model).parameters())
+    return any(parameter.requires_grad for parameter in resharded_model(model).parameters())
 
 
 def names_of_all(own: list[set[str]], ranks: Ranks) -> list[set[str]]:
