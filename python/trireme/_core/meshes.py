@@ -17,6 +17,10 @@ _unions: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.Process
 )
 
 
+# What a mesh computes whenever it is asked.
+_ranks: WeakKeyDictionary[DeviceMesh, list[int]] = WeakKeyDictionary()
+
+
 def is_cut(placement: Placement, dim: int | None = None) -> bool:
     """Whether ``placement`` shards a tensor: along ``dim``, if that is given."""
     return isinstance(placement, (Shard, _StridedShard)) and dim in (None, placement.dim)
@@ -24,7 +28,9 @@ def is_cut(placement: Placement, dim: int | None = None) -> bool:
 
 def ranks_of(mesh: DeviceMesh) -> list[int]:
     """All ranks on ``mesh``, by their numbers in the run."""
-    ranks: list[int] = mesh.mesh.flatten().tolist()
+    ranks = _ranks.get(mesh)
+    if ranks is None:
+        ranks = _ranks[mesh] = mesh.mesh.flatten().tolist()
     return ranks
 
 

@@ -108,7 +108,7 @@ class KeepsElsewhere(Protocol):
 
 def keeps_elsewhere(module: object) -> TypeGuard[KeepsElsewhere]:
     """As isinstance, which takes microseconds for a Protocol, and is asked of each module."""
-    return hasattr(type(module), "_tensors_elsewhere")
+    return any("_tensors_elsewhere" in kind.__dict__ for kind in type(module).__mro__)
 
 
 T = TypeVar("T")

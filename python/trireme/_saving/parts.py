@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from trireme._C import CheckpointRanks, CheckpointTensor, chunk_rows, gather_texts
@@ -113,9 +114,10 @@ class Part:
         if not self.shape:
             own = values if ranks.rank == 0 else None
             return CheckpointTensor(name, values.dtype, [], own)
-        part = self.chunk(0, ranks.rank, ranks.world)
-        rows = values.detach().narrow(0, part.first[0], part.local_shape[0])
-        return part.to_load(name, rows)
+        begin, count = chunk_rows(self.local_shape[0], ranks.rank, ranks.world)
+        rows = values.detach().narrow(0, begin, count)
+        first = (self.first[0] + begin, *self.first[1:])
+        return CheckpointTensor(name, values.dtype, list(self.shape), rows, first=first)
 
 
 def whole(shape: torch.Size, *, is_shared: bool = False) -> Part:
@@ -281,9 +283,8 @@ def _names_in_whole(
 def resharded_model(model: nn.Module) -> nn.Module:
     """Takes off DistributedDataParallel and torch.compile; reshards what can be."""
     plain = plain_model(model)
-    module: Any
     for module in plain.modules():
-        if hasattr(type(module), "_get_fsdp_state"):
+        if isinstance(module, FSDPModule):
             module.reshard()
     return plain
 
