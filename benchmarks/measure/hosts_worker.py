@@ -24,7 +24,7 @@ SENT = Path("/sys/class/net/trireme0/statistics/tx_bytes")
 def main() -> None:
     config, steps, folder = RankConfig.from_json(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     with process_group(STRATEGIES[config.strategy]):
-        torch.set_num_threads(config.threads)  # trireme.init() has set the host's share of its cores
+        torch.set_num_threads(config.threads)  # after trireme.init(), which sets them
         trainer = Trainer(config, STRATEGIES[config.strategy])
         for _ in range(WARM_UP_STEPS):
             trainer.step()
