@@ -8,7 +8,7 @@
 
 namespace trireme {
 
-// The delivery of DDP: every rank keeps all of the average, as the .grad of its parameter. See
+// Every rank keeps all of the average, as the .grad of its parameter: the delivery of DDP. See
 // [Note: who owns a gradient's memory] in grad/bucket.h, and [Note: gradients with a graph].
 class TRIREME_API WholeDelivery final : public GradDelivery {
  public:
