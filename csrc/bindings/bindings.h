@@ -20,6 +20,7 @@ void init_ddp(pybind11::module_& module);
 void init_doctor(pybind11::module_& module);
 void init_fsdp(pybind11::module_& module);
 void init_grad_norm(pybind11::module_& module);
+void init_horovod(pybind11::module_& module);
 void init_deferred_sync(pybind11::module_& module);
 void init_join(pybind11::module_& module);
 void init_launch(pybind11::module_& module);

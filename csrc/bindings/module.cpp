@@ -13,7 +13,8 @@ PYBIND11_MODULE(_C, module) {
   trireme::init_ddp(module);
   trireme::init_doctor(module);
   trireme::init_deferred_sync(module);
-  trireme::init_fsdp(module);  // tells of the above
+  trireme::init_fsdp(module);     // tells of the above
+  trireme::init_horovod(module);  // takes communicators
   trireme::init_launch(module);
   trireme::init_join(module);  // takes communicators
   trireme::init_layer_watch(module);

@@ -26,6 +26,8 @@ void init_named_order(py::module_& module) {
                              [](const AgreedOperation& self) { return self.operation.kind; })
       .def_property_readonly("terms",
                              [](const AgreedOperation& self) { return self.operation.terms; })
+      .def_property_readonly("payload",
+                             [](const AgreedOperation& self) { return self.operation.payload; })
       .def_readonly("payloads", &AgreedOperation::payloads)
       .def_readonly("error", &AgreedOperation::error)
       .def_readonly("last_joined", &AgreedOperation::last_joined);

@@ -40,6 +40,7 @@ std::vector<NameBook::Decision> NameBook::define_set(int64_t set, std::vector<in
 std::vector<NameBook::Decision> NameBook::announce(int64_t from, NamedOperation operation,
                                                    Clock::time_point now) {
   if (operation.kind == kJoin) return join(from);
+  if (operation.kind == kBegun) return tell_joined(std::move(operation));
   const Key key{operation.set, operation.name};
   Entry& entry = entries_[key];
   if (entry.said.empty()) {
@@ -56,7 +57,14 @@ std::vector<NameBook::Decision> NameBook::announce(int64_t from, NamedOperation 
 std::vector<NameBook::Decision> NameBook::join(int64_t rank) {
   joined_.insert(rank);
   std::vector<Decision> decisions = decide_all(kAllRanks);
-  if (static_cast<int64_t>(joined_.size()) < world_) return decisions;
+  if (static_cast<int64_t>(joined_.size()) < world_) {
+    Decision others;
+    for (const int64_t other : sets_.at(kAllRanks))
+      if (joined_.count(other) == 0) others.ranks.push_back(other);
+    others.agreed.operation.kind = kHasJoined;
+    decisions.push_back(std::move(others));
+    return decisions;
+  }
   joined_.clear();
   Decision all{sets_.at(kAllRanks), {}};
   all.agreed.operation.kind = kJoin;
@@ -64,6 +72,11 @@ std::vector<NameBook::Decision> NameBook::join(int64_t rank) {
   all.agreed.last_joined = rank;
   decisions.push_back(std::move(all));
   return decisions;
+}
+
+std::vector<NameBook::Decision> NameBook::tell_joined(NamedOperation begun) const {
+  if (joined_.empty()) return {};
+  return {{{joined_.begin(), joined_.end()}, {std::move(begun), {}, {}, -1}}};
 }
 
 std::vector<NameBook::Waiting> NameBook::waiting() const {

@@ -22,7 +22,9 @@ namespace trireme {
 // not wait for each other crosswise. Nothing has moved before.
 //
 // A rank that has joined has nothing to issue: the others decide without it, and it takes part with
-// zeros. The last one to join lets all go on.
+// zeros. The last one to join lets all go on. Ranks that have not joined hear of each that does
+// (kHasJoined). From then on they say what they begin beside these operations (kBegun), such as a
+// backward, which ranks that have joined are told at once.
 
 // What a rank says of an operation that it has issued.
 struct NamedOperation {
@@ -48,6 +50,8 @@ class TRIREME_API NameBook {
  public:
   static constexpr int64_t kAllRanks = 0;
   static constexpr const char* kJoin = "join";
+  static constexpr const char* kHasJoined = "has joined";
+  static constexpr const char* kBegun = "begun";
   using Clock = std::chrono::steady_clock;
 
   explicit NameBook(int64_t world);
@@ -58,7 +62,8 @@ class TRIREME_API NameBook {
   };
   // Adds a set of ranks, which may have been named in operations before.
   std::vector<Decision> define_set(int64_t set, std::vector<int64_t> ranks);
-  // Takes what a rank has issued; of kind kJoin, that it has joined.
+  // Takes what a rank has issued; of kind kJoin, that it has joined; of kind kBegun, what it has
+  // begun.
   std::vector<Decision> announce(int64_t from, NamedOperation operation, Clock::time_point now);
 
   // An operation that some ranks have issued and others have not.
@@ -84,6 +89,7 @@ class TRIREME_API NameBook {
   std::string difference_in(const Entry& entry) const;
   std::vector<Decision> decide_all(int64_t set);
   std::vector<Decision> join(int64_t rank);
+  std::vector<Decision> tell_joined(NamedOperation begun) const;
   std::vector<int64_t> missing_in(const Key& key, const Entry& entry) const;
 
   int64_t world_;

@@ -41,6 +41,9 @@ class TRIREME_API GradDelivery {
   virtual void begin(BucketLayout& layout) { layout_ = &layout; }
   void set_divisor(double divisor) { divisor_ = divisor; }
 
+  // Called before any gradient is accumulated, and before it is known whether its backward
+  // synchronizes, if that is decided at parameters. What it throws leaves backward().
+  virtual void coming(size_t /*parameter*/) {}
   // Called before a gradient is accumulated outside a synchronized backward.
   virtual void due(size_t /*parameter*/) {}
   // Called after a gradient was accumulated that this backward does not synchronize.

@@ -42,7 +42,8 @@ GradReducer::GradReducer(const NamedParameters& parameters, GradReducerParts par
                 .area = options.area,
                 .hooks_before = trigger_->is_at_parameters(),
                 .compares_moved_values = options.compares_moved_values}),
-      queue_(layout_, *delivery_, clock_) {
+      queue_(layout_, *delivery_, clock_),
+      failed_(options.failed) {
   set_divisor(static_cast<double>(communicator_->world()));
   begin_with(parameters);
   build_layout();
@@ -132,12 +133,23 @@ void GradReducer::begin_transport() {
 }
 
 void GradReducer::gradient_due(int64_t index) {
-  trigger_->gradient_due();
+  const auto parameter = static_cast<size_t>(index);
+  or_failed([&] {
+    {
+      const auto lock = trigger_->lock();
+      delivery_->coming(parameter);
+    }
+    trigger_->gradient_due();
+  });
   const auto lock = trigger_->lock();
-  if (trigger_->is_idle()) delivery_->due(static_cast<size_t>(index));
+  if (trigger_->is_idle()) delivery_->due(parameter);
 }
 
 void GradReducer::gradient_ready(int64_t index, bool has_gradient) {
+  or_failed([&] { take_gradient(index, has_gradient); });
+}
+
+void GradReducer::take_gradient(int64_t index, bool has_gradient) {
   const auto lock = trigger_->lock();
   const auto parameter = static_cast<size_t>(index);
   const size_t count = layout_.parameters().size();
@@ -212,9 +224,11 @@ void GradReducer::launch_rest() {
 void GradReducer::finish_backward() {
   TRIREME_TRACE("grad_reducer.finish_backward");
   const at::NoGradGuard no_grad;
-  launch_rest();
-  if (trigger_->is_manual()) return trigger_->await_finalization();
-  collect();
+  or_failed([this] {
+    launch_rest();
+    if (trigger_->is_manual()) return trigger_->await_finalization();
+    collect();
+  });
 }
 
 // Waits for everything that is in flight and brings every .grad to its final value.
@@ -296,14 +310,28 @@ void GradReducer::learn_order() {
 // Collects without a backward, whose end would tell the others of an exception: tells them itself.
 void GradReducer::collect_by_itself(Part part, bool may_learn) {
   const at::NoGradGuard no_grad;
-  trigger_->begin_by_itself(part);
-  try {
-    launch_rest();
-    collect(may_learn);
-  } catch (...) {
-    abandon_backward(text_of(std::current_exception()));
-    throw;
-  }
+  or_failed([&] {
+    trigger_->begin_by_itself(part);
+    try {
+      launch_rest();
+      collect(may_learn);
+    } catch (...) {
+      abandon_backward(text_of(std::current_exception()));
+      throw;
+    }
+  });
+}
+
+// Learns the order of gradients as a backward does: on other ranks it is one.
+void GradReducer::reduce_without_backward(bool all) {
+  or_failed([&] {
+    const auto lock = trigger_->lock();
+    look_around();
+    const auto& parameters = layout_.parameters();
+    for (size_t i = 0; all && i < parameters.size(); ++i)
+      if (parameters[i].grad().defined()) layout_.used().mark_used(static_cast<int64_t>(i));
+  });
+  collect_by_itself(Part::kGradients, /*may_learn=*/true);
 }
 
 void GradReducer::abandon_backward(const std::string& why) noexcept {

@@ -15,6 +15,8 @@
 #include <trireme/grad/transport_switch.h>
 #include <trireme/module/module_parameters.h>
 
+#include <c10/util/Exception.h>
+
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -48,6 +50,9 @@ struct GradReducerOptions {
   // whose `.data` was given other memory, at the end of the backward that follows, and warn, once,
   // if these differ.
   bool compares_moved_values = false;
+  // Called with the text of a c10::DistBackendError that is about to leave a backward or a function
+  // of the reducer; may throw another exception in its place.
+  std::function<void(const std::string&)> failed = {};
 };
 
 // A comparison of one number between ranks that reduce, at no cost.
@@ -125,6 +130,9 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
   void finalize_backward();
   // Reduces the gradients that backwards without synchronization have accumulated. Collective.
   void reduce_accumulated() override { collect_by_itself(Part::kGradients, /*may_learn=*/false); }
+  // Does what a synchronized backward does on other ranks, without one here, with the gradients
+  // that have come since the last synchronization, or with `all` that are in .grad. Collective.
+  void reduce_without_backward(bool all);
   // Takes part in one synchronized backward of the others with zeros (join), leaving every .grad
   // alone unless `deliver` says that this rank steps with them.
   void shadow_backward(bool deliver = false) {
@@ -179,6 +187,17 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
   void finish_backward() override;
   void abandon_backward(const std::string& why) noexcept override;
 
+  // Calls `step`. What the group fails with leaves it as GradReducerOptions::failed says.
+  template <typename Step>
+  void or_failed(const Step& step) {
+    try {
+      step();
+    } catch (const c10::DistBackendError& error) {
+      if (failed_) failed_(error.what_without_backtrace());
+      throw;
+    }
+  }
+  void take_gradient(int64_t index, bool has_gradient);
   void check(const at::Tensor& parameter, const std::string& name) {
     checks_.check(parameter, name);
     if (makes_graph_) checks_.check_graph(parameter, delivery_->traits().keeps_graphs);
@@ -214,6 +233,7 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
   BucketLayout layout_;
   ParameterChanges changes_;
   LaunchQueue queue_;
+  std::function<void(const std::string&)> failed_;
   double divisor_ = 1;
   std::vector<bool> unused_;  // see expect_none(); empty: none
   bool keeps_buckets_ = false;

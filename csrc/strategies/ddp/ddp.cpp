@@ -3,7 +3,7 @@
 #include <trireme/common/trace.h>
 #include <trireme/grad/codes/senders.h>
 #include <trireme/grad/plan_agreement.h>
-#include <trireme/strategies/ddp/whole_delivery.h>
+#include <trireme/grad/whole_delivery.h>
 
 #include <ATen/ATen.h>
 

@@ -53,6 +53,7 @@ from trireme.horovod.functions import (
     sparse_allreduce_async,
     synchronize,
 )
+from trireme.horovod.optimizer import DistributedOptimizer
 from trireme.horovod.process_sets import (
     ProcessSet,
     add_process_set,
@@ -66,6 +67,7 @@ __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DistributedOptimizer",
     "HorovodInternalError",
     "Max",
     "Min",

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
@@ -16,10 +17,13 @@ import torch.distributed as dist
 from trireme._C import AgreedOperation, NamedOrder
 from trireme._core.group_communicator import communicator_of
 from trireme.horovod.errors import HorovodInternalError, NotPossible, operation_error, refuse
+from trireme.horovod.gradient_groups import GradientGroups
 
 Terms = list[tuple[str, str]]
 Run = Callable[[list[str]], Any]
 ALL_RANKS = 0
+# Of csrc/comm/name_book.h.
+_HAS_JOINED, _BEGUN = "has joined", "begun"
 
 
 @dataclass
@@ -34,10 +38,14 @@ class Operation:
     result: Any = None
     error: BaseException | None = None
     done: threading.Event = field(default_factory=threading.Event)
+    ended: Callable[[], None] | None = None
+    """Is called when it is done."""
 
     def end(self, result: Any = None, error: BaseException | None = None) -> None:
         self.result, self.error = result, error
         self.done.set()
+        if self.ended is not None:
+            self.ended()
 
 
 class Engine:
@@ -58,6 +66,9 @@ class Engine:
         self._numbers = itertools.count()
         self._unnamed: Counter[tuple[int, str]] = Counter()
         self._failure: HorovodInternalError | None = None
+        self.gradients = GradientGroups(timeout)
+        self._begun: SimpleQueue[tuple[int, int, int] | None] = SimpleQueue()
+        """Backwards that other ranks have begun since this one has joined; see GradientGroups."""
         self.zeros: Callable[[str, Terms, int], None] | None = None
         """Takes part in an operation of the others while this rank has joined."""
         self.add_group(ALL_RANKS, list(range(self.world)))
@@ -67,13 +78,37 @@ class Engine:
     def add_group(self, set_id: int, ranks: list[int]) -> None:
         """Makes the group of a process set. All ranks call it in the same order."""
         self.groups[set_id] = dist.new_group(ranks, timeout=self._timeout)
+        self.gradients.add(set_id, ranks)
         if set_id != ALL_RANKS:
             self._order.define_set(set_id, ranks)
 
-    def remove_group(self, set_id: int) -> None:
+    def remove_group(self, set_id: int, why: str) -> None:
+        self.gradients.end(set_id, why)
         group = self.groups.pop(set_id)
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
+
+    def join(self) -> int:
+        """Takes part with zeros in what the others do, until all have joined. Returns the last.
+
+        Operations are run by the engine's thread, backwards by this one.
+        """
+        queue: SimpleQueue[tuple[int, int, int] | None] = SimpleQueue()
+        self._begun = queue
+        handle = self.issue(
+            "join",
+            "join",
+            ALL_RANKS,
+            [],
+            lambda payloads: int(payloads[0]),
+            ended=lambda: queue.put(None),
+        )
+        while (begun := queue.get()) is not None:
+            self.gradients.give_zeros(*begun)
+        return int(self.wait(handle))
+
+    def _announce_begun(self, set_id: int, number: int, step: int) -> None:
+        self._order.announce(str(number), set_id, _BEGUN, [], str(step), False)
 
     def name_for(self, kind: str, name: str | None, set_id: int) -> str:
         """Returns a name; without one, that of the next unnamed operation of this kind."""
@@ -94,6 +129,7 @@ class Engine:
         *,
         payload: str = "",
         can_have_zeros: bool = False,
+        ended: Callable[[], None] | None = None,
     ) -> int:
         """Returns the handle of an operation that begins when all ranks have issued it.
 
@@ -101,7 +137,7 @@ class Engine:
             ValueError: one of this name is in flight.
             HorovodInternalError: a rank is gone.
         """
-        operation = Operation(kind, name, set_id, run)
+        operation = Operation(kind, name, set_id, run, ended=ended)
         with self._lock:
             if self._failure is not None:
                 raise HorovodInternalError(str(self._failure))
@@ -144,7 +180,7 @@ class Engine:
         self._thread.join()
         del self._order
         for set_id in list(self.groups):
-            self.remove_group(set_id)
+            self.remove_group(set_id, "hvd.shutdown()")
         dist.destroy_process_group(self._control)
 
     def _operation_of(self, handle: int) -> Operation:
@@ -165,6 +201,14 @@ class Engine:
         if agreed.kind == "report":
             print(f"[horovod] some ranks wait: {agreed.error}", file=sys.stderr, flush=True)
             return
+        if agreed.kind == _HAS_JOINED:
+            self.gradients.tell_begun(self._announce_begun)
+            return
+        if agreed.kind == _BEGUN:
+            self._begun.put((agreed.set, int(agreed.name), int(agreed.payload)))
+            return
+        if agreed.kind == "join":
+            self.gradients.tell_no_more()
         with self._lock:
             operation = self._pending.pop((agreed.set, agreed.name), None)
         if operation is None:

@@ -106,7 +106,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 # --- allreduce -----------------------------------------------------------------------------------
 
 
-def _check_adasum(op: ReduceOp, process_set: ProcessSet) -> None:
+def check_adasum(op: ReduceOp, process_set: ProcessSet) -> None:
     size = process_set.size() or 1
     if op == Adasum and size & (size - 1):
         got = f"got Adasum over {size} ranks, expected 2, 4, 8 or another power of 2"
@@ -126,7 +126,7 @@ def _allreduce(
     for tensor in tensors:
         _check_tensor(tensor)
     id_of(process_set)
-    _check_adasum(op, process_set)
+    check_adasum(op, process_set)
     reduction = Reduction(op, *factors)
 
     def work(group: dist.ProcessGroup, _: list[str]) -> Any:
@@ -702,12 +702,12 @@ def grouped_reducescatter(
 
 
 def join(device: int = -1) -> int:
-    """Says that this rank has no more data, and takes part with zeros in allreduces of the others
-    until all have joined. Returns the rank that joined last.
+    """Says that this rank has no more data, and takes part with zeros in allreduces of the others,
+    and in backwards of DistributedOptimizer, until all have joined. Returns the rank that joined
+    last.
 
     ``device`` is accepted; zeros lie where the group takes tensors.
     """
     running = engine()
     running.zeros = give_zeros
-    handle = running.issue("join", "join", 0, [], lambda payloads: int(payloads[0]))
-    return int(running.wait(handle))
+    return running.join()

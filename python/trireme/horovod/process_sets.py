@@ -101,7 +101,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     running.wait(running.issue("remove process set", name, 0, [], lambda _: None))
     _sets.pop(set_id).process_set_id = None
     process_set.process_set_id = None
-    running.remove_group(set_id)
+    running.remove_group(set_id, "its process set was removed")
     return True
 
 

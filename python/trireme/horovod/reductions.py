@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trireme import _C
 from trireme.horovod.errors import refuse
 
 
@@ -133,16 +134,4 @@ def adasum(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     gathered = flat.new_empty(group.size() * flat.numel())
     if flat.numel():
         dist.all_gather_into_tensor(gathered, flat, group=group)
-    parts = list(gathered.view(group.size(), -1))
-    while len(parts) > 1:
-        parts = [combined(one, other) for one, other in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0].reshape(values.shape)
-
-
-def combined(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Returns a (1 - a.b / 2|a|^2) + b (1 - a.b / 2|b|^2); a zero vector has factor 1."""
-    a, b = one.double(), other.double()
-    dot, square_a, square_b = (a * b).sum(), (a * a).sum(), (b * b).sum()
-    factor_a = torch.where(square_a == 0, 1.0, 1.0 - dot / (2 * square_a))
-    factor_b = torch.where(square_b == 0, 1.0, 1.0 - dot / (2 * square_b))
-    return (a * factor_a + b * factor_b).to(one.dtype)
+    return _C.adasum(list(gathered.view(group.size(), -1))).reshape(values.shape)

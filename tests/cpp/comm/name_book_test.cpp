@@ -44,6 +44,25 @@ TEST_CASE("An operation is decided when the last rank has named it", "[name_book
   CHECK(book.waiting()[0].missing == std::vector<int64_t>{1, 2});
 }
 
+TEST_CASE("Ranks hear who has joined, and tell what they begin meanwhile", "[name_book]") {
+  NameBook book(3);
+  NamedOperation begun = of_kind(NameBook::kBegun, "1");
+  begun.payload = "7";
+  CHECK(say(book, 0, begun).empty());
+  auto decided = say(book, 1, joined());
+  REQUIRE(decided.size() == 1);
+  CHECK(decided[0].agreed.operation.kind == NameBook::kHasJoined);
+  CHECK(decided[0].ranks == std::vector<int64_t>{0, 2});
+  decided = say(book, 0, begun);
+  REQUIRE(decided.size() == 1);
+  CHECK(decided[0].agreed.operation.payload == "7");
+  CHECK(decided[0].ranks == std::vector<int64_t>{1});
+  CHECK(book.waiting().empty());
+  CHECK(say(book, 2, joined())[0].ranks == std::vector<int64_t>{0});
+  CHECK(say(book, 0, joined())[0].agreed.operation.kind == NameBook::kJoin);
+  CHECK(say(book, 0, begun).empty());
+}
+
 TEST_CASE("Payloads come in the order of the ranks of a set", "[name_book]") {
   NameBook book(4);
   CHECK(book.define_set(7, {1, 3}).empty());
@@ -84,7 +103,7 @@ TEST_CASE("Who has joined takes part with zeros", "[name_book]") {
   CHECK(say(book, 0, allreduce("a")).empty());
   CHECK(say(book, 2, allreduce("a")).empty());
   auto decided = say(book, 1, joined());
-  REQUIRE(decided.size() == 1);  // it was the last one that others waited for
+  REQUIRE(decided.size() == 2);  // it was the last one that others waited for
   CHECK(decided[0].ranks == std::vector<int64_t>{0, 1, 2});
   CHECK(say(book, 0, of_kind("broadcast", "b")).empty());
   decided = say(book, 2, of_kind("broadcast", "b"));
@@ -92,7 +111,7 @@ TEST_CASE("Who has joined takes part with zeros", "[name_book]") {
   CHECK(decided[0].agreed.error ==
         "got broadcast while rank 1 has joined, expected allreduces only");
   CHECK(decided[0].ranks == std::vector<int64_t>{0, 2});
-  CHECK(say(book, 2, joined()).empty());
+  CHECK(say(book, 2, joined()).size() == 1);  // is told to rank 0
   decided = say(book, 0, joined());
   REQUIRE(decided.size() == 1);
   CHECK(decided[0].agreed.operation.kind == NameBook::kJoin);

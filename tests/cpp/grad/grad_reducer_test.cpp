@@ -4,7 +4,7 @@
 
 #include <trireme/grad/grad_reducer.h>
 
-#include <trireme/strategies/ddp/whole_delivery.h>
+#include <trireme/grad/whole_delivery.h>
 
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>

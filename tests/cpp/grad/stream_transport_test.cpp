@@ -2,7 +2,7 @@
 
 #include <trireme/common/cpus.h>
 #include <trireme/grad/grad_reducer.h>
-#include <trireme/strategies/ddp/whole_delivery.h>
+#include <trireme/grad/whole_delivery.h>
 
 #include <ATen/Parallel.h>
 #include <torch/csrc/autograd/autograd.h>

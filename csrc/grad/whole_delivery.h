@@ -8,9 +8,9 @@
 
 namespace trireme {
 
-// The delivery of DDP: every rank keeps all of the average, as the .grad of its parameter. See
+// Every rank keeps all of the average, as the .grad of its parameter: the delivery of DDP. See
 // [Note: who owns a gradient's memory] in grad/bucket.h, and [Note: gradients with a graph].
-class TRIREME_API WholeDelivery final : public GradDelivery {
+class TRIREME_API WholeDelivery : public GradDelivery {
  public:
   // `as_bucket_view` replaces also a .grad that existed before, which otherwise keeps its identity.
   explicit WholeDelivery(const std::shared_ptr<BackwardTrigger>& trigger,
@@ -45,6 +45,9 @@ class TRIREME_API WholeDelivery final : public GradDelivery {
     for (size_t i = 0; i < layout_->parameters().size(); ++i)
       graphs_.give_back(i, parameter(i).grad(), /*factor=*/1);
   }
+
+ protected:
+  bool touches_gradients() const { return touches_gradients_; }
 
  private:
   bool as_bucket_view_;
