@@ -2,7 +2,7 @@
 // are these again, or throws c10::ValueError. The first byte of an input says how many tensors
 // came.
 
-#include <trireme/strategies/remote/ref.h>
+#include <trireme/strategies/remote/value.h>
 #include <trireme/strategies/remote/wire_messages.h>
 
 #include <ATen/ATen.h>

@@ -1,6 +1,6 @@
 // Values and messages as bytes: there and back, and whatever is no such bytes.
 
-#include <trireme/strategies/remote/ref.h>
+#include <trireme/strategies/remote/value.h>
 #include <trireme/strategies/remote/wire_messages.h>
 
 #include <ATen/ATen.h>
@@ -210,7 +210,7 @@ TEST_CASE("a hundred levels are understood, and no more") {
     CHECK(is_same(read(written(value)), value));
   for (const Value& value : {nested(kDeepest + 1), nested<Tuple>(kDeepest + 1), nested(2000),
                              nested(1, nested<Set>(1, nested<Tuple>(kDeepest - 1)))})
-    CHECK_THAT(said(value), Catch::Contains("[remote] got a value that is nested deeper than 100"));
+    CHECK_THAT(said(value), Catch::Contains("[values] got a value that is nested deeper than 100"));
   // Levels do not add up side by side.
   CHECK_NOTHROW(written(List{Values(300, nested(kDeepest - 1))}));
 
@@ -239,7 +239,7 @@ TEST_CASE("values that cannot be sent are refused by the kind of their mistake")
     for (const Value& value : {as_key(key), Value(Set{{key}}), as_key(in_tuple)})
       CHECK_THAT(
           error_of<c10::TypeError>([&] { written(value); }),
-          Catch::Contains("[remote] got " + name + " as a key of a dict or an item of a set"));
+          Catch::Contains("[values] got " + name + " as a key of a dict or an item of a set"));
     CHECK_NOTHROW(written(List{{as_key(string("a")), key}}));
   }
   CHECK_THAT(error_of<c10::TypeError>([] { written(List{{at::Tensor()}}); }),
@@ -280,7 +280,7 @@ TEST_CASE("bytes that are no value say what is wrong with them") {
       {sized(11, 1) + "\x07", "has a key that is none"},
       {key + sized(10, 1) + sized(11, 0) + '\0', "has a key that is none"}};
   for (const auto& [bytes, expected] : cases)
-    CHECK_THAT(said_of(bytes), Catch::Contains("[remote] got a message whose value " + expected));
+    CHECK_THAT(said_of(bytes), Catch::Contains("[values] got a message whose value " + expected));
   const auto with_tensors = [](const string& bytes, const Tensors& tensors) {
     return error_of<c10::ValueError>([&] { decode(bytes, tensors, adopt); });
   };

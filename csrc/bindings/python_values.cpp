@@ -1,7 +1,7 @@
-#include <trireme/bindings/remote/python_values.h>
+#include <trireme/bindings/python_values.h>
 
 #include <trireme/common/error.h>
-#include <trireme/strategies/remote/ref.h>
+#include <trireme/comm/ref.h>
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -10,7 +10,7 @@
 #include <string_view>
 #include <utility>
 
-namespace trireme::remote {
+namespace trireme::values {
 namespace {
 
 namespace py = pybind11;
@@ -224,4 +224,4 @@ py::object python_of(const Value& value) {
   return std::visit(Visitor(), value.content);
 }
 
-}  // namespace trireme::remote
+}  // namespace trireme::values

@@ -1,13 +1,13 @@
 #pragma once
 
-#include <trireme/strategies/remote/value.h>
+#include <trireme/comm/value.h>
 
 #include <torch/csrc/utils/pybind.h>
 
 #include <string>
 
 // Each function is called with the GIL.
-namespace trireme::remote {
+namespace trireme::values {
 
 // Sets the Python class that stands for a Ref: its attribute _ref is a RemoteRef of the module.
 void use_ref_type(pybind11::object type);
@@ -23,4 +23,4 @@ Dict keywords_of_python(const pybind11::dict& kwargs);
 pybind11::object python_of(const Value& value);
 pybind11::tuple python_of(const Values& values);
 
-}  // namespace trireme::remote
+}  // namespace trireme::values

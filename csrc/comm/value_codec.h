@@ -1,6 +1,6 @@
 #pragma once
 
-#include <trireme/strategies/remote/value.h>
+#include <trireme/comm/value.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -10,7 +10,7 @@
 #include <string_view>
 #include <vector>
 
-namespace trireme::remote {
+namespace trireme::values {
 
 // [Note: values as bytes]
 //
@@ -61,4 +61,4 @@ TRIREME_API Value decode(std::string_view text, const std::vector<at::Tensor>& t
 // Returns whether bytes are UTF-8 as Python defines it: no surrogates, no overlong forms.
 TRIREME_API bool is_utf8(std::string_view bytes);
 
-}  // namespace trireme::remote
+}  // namespace trireme::values

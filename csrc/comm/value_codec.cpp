@@ -1,4 +1,4 @@
-#include <trireme/strategies/remote/value_codec.h>
+#include <trireme/comm/value_codec.h>
 
 #include <trireme/common/error.h>
 
@@ -10,7 +10,7 @@
 #include <cstring>
 #include <utility>
 
-namespace trireme::remote {
+namespace trireme::values {
 namespace {
 
 static_assert(std::endian::native == std::endian::little, "numbers travel as they lie in memory");
@@ -35,6 +35,7 @@ enum class ByteKind : uint8_t {
 // Memory for a few items is taken at once; more only as they are read, since a count may be false.
 constexpr uint64_t kItemsAtOnce = 8;
 constexpr size_t kUsualBytes = 128;
+constexpr const char* kValuesArea = "values";
 constexpr const char* kKeys = "None, a bool, an int, a float, a str, bytes or a tuple of such";
 
 // Returns how many bytes the first character takes; 0 if it is invalid.
@@ -53,15 +54,15 @@ size_t length_of_first(const unsigned char* bytes, size_t left) {
 }
 
 [[noreturn]] void refuse_to_write(const std::string& what, const char* next_step) {
-  C10_THROW_ERROR(ValueError, error_text("remote", "got " + what, {}, next_step));
+  C10_THROW_ERROR(ValueError, error_text(kValuesArea, "got " + what, {}, next_step));
 }
 
 [[noreturn]] void refuse_type(const std::string& what, const char* next_step) {
-  C10_THROW_ERROR(TypeError, error_text("remote", "got " + what, {}, next_step));
+  C10_THROW_ERROR(TypeError, error_text(kValuesArea, "got " + what, {}, next_step));
 }
 
 [[noreturn]] void refuse_bytes(const std::string& what) {
-  C10_THROW_ERROR(ValueError, error_text("remote", "got a message whose value " + what, {},
+  C10_THROW_ERROR(ValueError, error_text(kValuesArea, "got a message whose value " + what, {},
                                          "Run the same Trireme on every rank."));
 }
 
@@ -363,4 +364,4 @@ Value decode(std::string_view text, const std::vector<at::Tensor>& tensors, cons
   return value;
 }
 
-}  // namespace trireme::remote
+}  // namespace trireme::values
