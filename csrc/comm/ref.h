@@ -1,7 +1,7 @@
 #pragma once
 
-#include <trireme/common/export.h>
 #include <trireme/comm/value_codec.h>
+#include <trireme/common/export.h>
 
 #include <functional>
 #include <utility>

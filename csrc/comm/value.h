@@ -22,6 +22,15 @@ using Values = std::vector<Value>;
 struct Bytes {
   std::string bytes = {};
 };
+// An integer that int64_t does not hold, in two's complement: little-endian, no byte more than it
+// takes.
+struct LargeInt {
+  std::string bytes = {};
+};
+struct Complex {
+  double real = 0;
+  double imag = 0;
+};
 // These have no `= {}`, for which clang would need a complete Value here.
 struct List {
   Values items;
@@ -32,18 +41,17 @@ struct Tuple {
 struct Set {
   Values items;  // keys, as those of a Dict
 };
-// A dict that keeps its order. A key is None, a bool, an integer, a double, a text, bytes, or a
-// tuple of keys.
+// A dict that keeps its order. A key is None, a bool, a number, a text, bytes, or a tuple of keys.
 struct Dict {
   Values keys;
   Values values;  // parallel to `keys`
 };
 
-// An argument or result of a call. Its tensors are the ones that were put in, or, from a message,
-// tensors with memory of their own.
+// What ranks send each other: an argument or result of a call, an object of Horovod's. Its tensors
+// are the ones that were put in, or, from a message, tensors with memory of their own.
 struct TRIREME_API Value {
   using Content = std::variant<std::monostate, bool, int64_t, double, std::string, Bytes,
-                               at::Tensor, RefPtr, List, Tuple, Set, Dict>;
+                               at::Tensor, RefPtr, List, Tuple, Set, Dict, LargeInt, Complex>;
 
   Value() = default;
   template <typename T, typename = std::enable_if_t<!std::is_same_v<std::decay_t<T>, Value>>>

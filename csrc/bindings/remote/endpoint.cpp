@@ -1,6 +1,6 @@
 #include <trireme/bindings/bindings.h>
-#include <trireme/bindings/remote/python_callables.h>
 #include <trireme/bindings/python_values.h>
+#include <trireme/bindings/remote/python_callables.h>
 #include <trireme/comm/communicator.h>
 #include <trireme/common/duration.h>
 #include <trireme/common/error.h>
@@ -35,6 +35,9 @@ using SharedRef = std::shared_ptr<Ref>;
 using Timeout = std::optional<double>;  // seconds
 using torch::wrap_pybind_function;
 using torch::wrap_pybind_function_no_gil;
+
+constexpr values::ValueOrigin kArgs{"remote", "args"};
+constexpr values::ValueOrigin kKwargs{"remote", "kwargs"};
 
 std::optional<std::chrono::milliseconds> milliseconds_of(Timeout timeout) {
   if (!timeout) return std::nullopt;
@@ -75,8 +78,8 @@ class PythonRemoteModule {
       : module_(agent, std::move(request)) {}
 
   py::object forward(const py::tuple& args, const py::dict& kwargs, bool training) {
-    const remote::Values values = values::values_of_python(args);
-    const remote::Dict keywords = values::keywords_of_python(kwargs);
+    const remote::Values values = values::values_of_python(args, kArgs);
+    const remote::Dict keywords = values::keywords_of_python(kwargs, kKwargs);
     Value result;
     {
       const py::gil_scoped_release released;
@@ -163,8 +166,8 @@ class PythonEndpoint {
     agent_->check_usable();
     remote::ModuleRequest request{agent_->rank_of(to),
                                   factory,
-                                  values::values_of_python(args),
-                                  values::keywords_of_python(kwargs),
+                                  values::values_of_python(args, kArgs),
+                                  values::keywords_of_python(kwargs, kKwargs),
                                   std::move(optimizer),
                                   milliseconds_of(timeout)};
     const py::gil_scoped_release released;
@@ -185,8 +188,8 @@ class PythonEndpoint {
     request.timeout = milliseconds_of(timeout);
     request.message.verb = verb;
     request.message.name = ref ? ref->address().class_name + "." + name : name;
-    request.message.args = values::values_of_python(args);
-    request.message.kwargs = values::keywords_of_python(kwargs);
+    request.message.args = values::values_of_python(args, kArgs);
+    request.message.kwargs = values::keywords_of_python(kwargs, kKwargs);
     const py::gil_scoped_release released;
     return std::make_unique<PythonPending>(agent_, agent_->begin(std::move(request)));
   }

@@ -10,6 +10,7 @@ namespace trireme::remote {
 using values::AddressOf;
 using values::AdoptRef;
 using values::Bytes;
+using values::Complex;
 using values::decode;
 using values::Dict;
 using values::encode;
@@ -17,6 +18,7 @@ using values::EncodedValue;
 using values::is_utf8;
 using values::kDeepest;
 using values::kind_of;
+using values::LargeInt;
 using values::List;
 using values::Ref;
 using values::RefAddress;
