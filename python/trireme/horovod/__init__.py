@@ -53,6 +53,7 @@ from trireme.horovod.functions import (
     sparse_allreduce_async,
     synchronize,
 )
+from trireme.horovod.objects import allgather_object, broadcast_object
 from trireme.horovod.process_sets import (
     ProcessSet,
     add_process_set,
@@ -60,6 +61,7 @@ from trireme.horovod.process_sets import (
     remove_process_set,
 )
 from trireme.horovod.reductions import Adasum, Average, Max, Min, Product, Sum
+from trireme.horovod.state import broadcast_optimizer_state, broadcast_parameters
 from trireme.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
@@ -76,6 +78,7 @@ __all__ = [
     "add_process_set",
     "allgather",
     "allgather_async",
+    "allgather_object",
     "allreduce",
     "allreduce_",
     "allreduce_async",
@@ -87,6 +90,9 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
     "ccl_built",
     "cross_rank",
     "cross_size",
