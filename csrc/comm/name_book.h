@@ -23,6 +23,9 @@ namespace trireme {
 //
 // A rank that has joined has nothing to issue: the others decide without it, and it takes part with
 // zeros. The last one to join lets all go on.
+//
+// A rank that begins again gives up what it has issued, and what others wait for it with: they all
+// get an error, and so does what they issue from then on, until every rank has begun again.
 
 // What a rank says of an operation that it has issued.
 struct NamedOperation {
@@ -48,6 +51,7 @@ class TRIREME_API NameBook {
  public:
   static constexpr int64_t kAllRanks = 0;
   static constexpr const char* kJoin = "join";
+  static constexpr const char* kBeginAgain = "begin again";
   using Clock = std::chrono::steady_clock;
 
   explicit NameBook(int64_t world);
@@ -58,7 +62,8 @@ class TRIREME_API NameBook {
   };
   // Adds a set of ranks, which may have been named in operations before.
   std::vector<Decision> define_set(int64_t set, std::vector<int64_t> ranks);
-  // Takes what a rank has issued; of kind kJoin, that it has joined.
+  // Takes what a rank has issued; of kind kJoin, that it has joined, and of kind kBeginAgain, that
+  // it begins again.
   std::vector<Decision> announce(int64_t from, NamedOperation operation, Clock::time_point now);
 
   // An operation that some ranks have issued and others have not.
@@ -82,8 +87,12 @@ class TRIREME_API NameBook {
 
   std::optional<Decision> decide(const Key& key, const Entry& entry) const;
   std::string difference_in(const Entry& entry) const;
+  std::vector<Key> keys_in_order() const;
   std::vector<Decision> decide_all(int64_t set);
   std::vector<Decision> join(int64_t rank);
+  std::vector<Decision> end_operations_of(int64_t rank);
+  std::optional<int64_t> rank_that_begins_again(int64_t set) const;
+  bool has_rank(int64_t set, int64_t rank) const;
   std::vector<int64_t> missing_in(const Key& key, const Entry& entry) const;
 
   int64_t world_;

@@ -1,5 +1,6 @@
 """Horovod's API for torch over Trireme: ``import trireme.horovod as hvd``."""
 
+from trireme.horovod import elastic
 from trireme.horovod.basics import (
     ccl_built,
     cross_rank,
@@ -21,6 +22,8 @@ from trireme.horovod.basics import (
     rocm_built,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from trireme.horovod.compression import Compression
 from trireme.horovod.errors import HorovodInternalError
@@ -98,6 +101,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -128,5 +132,7 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]
