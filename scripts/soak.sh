@@ -62,7 +62,7 @@ stage kills "$tests/kill_soak" --seconds "$part"
 # Freed memory that the sanitizer keeps to itself would look like growth.
 stage "kills, asan" env ASAN_OPTIONS=quarantine_size_mb=4 "$tests/kill_soak_asan" --seconds "$part"
 stage "fuzz shm" fuzz fuzz_shm "$core"/shm/*.cpp "$core"/common/{cpus,error,forks,interruption}.cpp
-stage "fuzz remote" fuzz_with_torch fuzz_remote strategies/remote/{value_codec,wire_messages}.cpp
+stage "fuzz remote" fuzz_with_torch fuzz_remote {comm/value_codec,strategies/remote/wire_messages}.cpp
 stage "fuzz codes" fuzz_with_torch fuzz_codes kernels/{block_codes,sparse_codes}.cpp \
   kernels/cpu/{block_loops,sparse_loops,parallel}.cpp
 stage asan again "$tests/test_shm_asan"

@@ -35,6 +35,7 @@ void init_pipeline(pybind11::module_& module);
 void init_pipeline_engine(pybind11::module_& module);
 void init_remote(pybind11::module_& module);
 void init_sync_batch_norm(pybind11::module_& module);
+void init_values(pybind11::module_& module);
 void init_zero(pybind11::module_& module);
 void init_zero_state(pybind11::module_& module);
 

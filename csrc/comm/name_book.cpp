@@ -16,6 +16,20 @@ std::string side(int64_t rank, const std::string& value) {
   return "rank " + std::to_string(rank) + " has " + value;
 }
 
+std::vector<int64_t> ranks_of(const std::map<int64_t, NamedOperation>& said) {
+  std::vector<int64_t> ranks;
+  for (const auto& [rank, operation] : said) ranks.push_back(rank);
+  return ranks;
+}
+
+std::string begins_again(int64_t rank) { return "rank " + std::to_string(rank) + " begins again"; }
+
+NamedOperation all_joined() {
+  NamedOperation operation;
+  operation.kind = operation.name = NameBook::kJoin;
+  return operation;
+}
+
 NameBook::Decision error_to(std::vector<int64_t> ranks, const NamedOperation& operation,
                             std::string why) {
   NameBook::Decision decision{std::move(ranks), {}};
@@ -39,8 +53,13 @@ std::vector<NameBook::Decision> NameBook::define_set(int64_t set, std::vector<in
 
 std::vector<NameBook::Decision> NameBook::announce(int64_t from, NamedOperation operation,
                                                    Clock::time_point now) {
-  if (operation.kind == kJoin) return join(from);
   if (operation.kind == kBegun) return tell_joined(std::move(operation));
+  std::vector<Decision> decisions;
+  if (operation.kind == kBeginAgain)
+    decisions = end_operations_of(from);
+  else if (const auto other = rank_that_begins_again(operation.set))
+    return {error_to({from}, operation, begins_again(*other))};
+  if (operation.kind == kJoin) return join(from);
   const Key key{operation.set, operation.name};
   Entry& entry = entries_[key];
   if (entry.said.empty()) {
@@ -48,10 +67,42 @@ std::vector<NameBook::Decision> NameBook::announce(int64_t from, NamedOperation 
     entry.number = announced_++;
   }
   entry.said.emplace(from, std::move(operation));
-  std::optional<Decision> decision = decide(key, entry);
-  if (!decision) return {};
-  entries_.erase(key);
-  return {*std::move(decision)};
+  if (std::optional<Decision> decision = decide(key, entry)) {
+    entries_.erase(key);
+    decisions.push_back(*std::move(decision));
+  }
+  return decisions;
+}
+
+bool NameBook::has_rank(int64_t set, int64_t rank) const {
+  const auto found = sets_.find(set);
+  return found != sets_.end() &&
+         std::find(found->second.begin(), found->second.end(), rank) != found->second.end();
+}
+
+std::optional<int64_t> NameBook::rank_that_begins_again(int64_t set) const {
+  const auto entry = entries_.find({kAllRanks, kBeginAgain});
+  if (entry == entries_.end()) return std::nullopt;
+  for (const auto& [rank, operation] : entry->second.said)
+    if (has_rank(set, rank)) return rank;
+  return std::nullopt;
+}
+
+// Ends what waits for a rank that begins again, in the order in which it was named, and joins.
+std::vector<NameBook::Decision> NameBook::end_operations_of(int64_t rank) {
+  const std::string why = begins_again(rank);
+  std::vector<Decision> decisions;
+  for (const Key& key : keys_in_order()) {
+    const Entry& entry = entries_.at(key);
+    const NamedOperation first = entry.said.begin()->second;
+    if (first.kind == kBeginAgain || !has_rank(key.first, rank)) continue;
+    decisions.push_back(error_to(ranks_of(entry.said), first, why));
+    entries_.erase(key);
+  }
+  if (!joined_.empty())
+    decisions.push_back(error_to({joined_.begin(), joined_.end()}, all_joined(), why));
+  joined_.clear();
+  return decisions;
 }
 
 std::vector<NameBook::Decision> NameBook::join(int64_t rank) {
@@ -67,8 +118,7 @@ std::vector<NameBook::Decision> NameBook::join(int64_t rank) {
   }
   joined_.clear();
   Decision all{sets_.at(kAllRanks), {}};
-  all.agreed.operation.kind = kJoin;
-  all.agreed.operation.name = kJoin;
+  all.agreed.operation = all_joined();
   all.agreed.last_joined = rank;
   decisions.push_back(std::move(all));
   return decisions;
@@ -82,9 +132,8 @@ std::vector<NameBook::Decision> NameBook::tell_joined(NamedOperation begun) cons
 std::vector<NameBook::Waiting> NameBook::waiting() const {
   std::vector<Waiting> found;
   for (const auto& [key, entry] : entries_) {
-    Waiting one{entry.said.begin()->second, {}, missing_in(key, entry), entry.since};
-    for (const auto& [rank, operation] : entry.said) one.issued.push_back(rank);
-    found.push_back(std::move(one));
+    found.push_back(
+        {entry.said.begin()->second, ranks_of(entry.said), missing_in(key, entry), entry.since});
   }
   return found;
 }
@@ -115,11 +164,7 @@ std::optional<NameBook::Decision> NameBook::decide(const Key& key, const Entry& 
   if (why.empty() && has_joined && !first.can_have_zeros)
     why = "got " + first.kind + " while " + said_ranks({joined_.begin(), joined_.end()}) +
           " has joined, expected allreduces only";
-  if (!why.empty()) {
-    std::vector<int64_t> issued;
-    for (const auto& [rank, operation] : entry.said) issued.push_back(rank);
-    return error_to(std::move(issued), first, std::move(why));
-  }
+  if (!why.empty()) return error_to(ranks_of(entry.said), first, std::move(why));
   Decision decision{set->second, {first, {}, {}, -1}};
   for (const int64_t rank : set->second) {
     const auto said = entry.said.find(rank);
@@ -146,13 +191,20 @@ std::string NameBook::difference_in(const Entry& entry) const {
   return "";
 }
 
+// Returns names as the first rank of each has issued them.
+std::vector<NameBook::Key> NameBook::keys_in_order() const {
+  std::vector<std::pair<uint64_t, Key>> numbered;
+  for (const auto& [key, entry] : entries_) numbered.emplace_back(entry.number, key);
+  std::sort(numbered.begin(), numbered.end());
+  std::vector<Key> keys;
+  for (auto& [number, key] : numbered) keys.push_back(std::move(key));
+  return keys;
+}
+
 std::vector<NameBook::Decision> NameBook::decide_all(int64_t set) {
-  std::vector<std::pair<uint64_t, Key>> keys;
-  for (const auto& [key, entry] : entries_)
-    if (key.first == set) keys.emplace_back(entry.number, key);
-  std::sort(keys.begin(), keys.end());
   std::vector<Decision> decisions;
-  for (const auto& [number, key] : keys) {
+  for (const Key& key : keys_in_order()) {
+    if (key.first != set) continue;
     std::optional<Decision> decision = decide(key, entries_.at(key));
     if (!decision) continue;
     entries_.erase(key);

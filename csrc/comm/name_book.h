@@ -25,6 +25,9 @@ namespace trireme {
 // zeros. The last one to join lets all go on. Ranks that have not joined hear of each that does
 // (kHasJoined). From then on they say what they begin beside these operations (kBegun), such as a
 // backward, which ranks that have joined are told at once.
+//
+// A rank that begins again gives up what it has issued, and what others wait for it with: they all
+// get an error, and so does what they issue from then on, until every rank has begun again.
 
 // What a rank says of an operation that it has issued.
 struct NamedOperation {
@@ -52,6 +55,7 @@ class TRIREME_API NameBook {
   static constexpr const char* kJoin = "join";
   static constexpr const char* kHasJoined = "has joined";
   static constexpr const char* kBegun = "begun";
+  static constexpr const char* kBeginAgain = "begin again";
   using Clock = std::chrono::steady_clock;
 
   explicit NameBook(int64_t world);
@@ -63,7 +67,7 @@ class TRIREME_API NameBook {
   // Adds a set of ranks, which may have been named in operations before.
   std::vector<Decision> define_set(int64_t set, std::vector<int64_t> ranks);
   // Takes what a rank has issued; of kind kJoin, that it has joined; of kind kBegun, what it has
-  // begun.
+  // begun; of kind kBeginAgain, that it begins again.
   std::vector<Decision> announce(int64_t from, NamedOperation operation, Clock::time_point now);
 
   // An operation that some ranks have issued and others have not.
@@ -87,9 +91,13 @@ class TRIREME_API NameBook {
 
   std::optional<Decision> decide(const Key& key, const Entry& entry) const;
   std::string difference_in(const Entry& entry) const;
+  std::vector<Key> keys_in_order() const;
   std::vector<Decision> decide_all(int64_t set);
   std::vector<Decision> join(int64_t rank);
   std::vector<Decision> tell_joined(NamedOperation begun) const;
+  std::vector<Decision> end_operations_of(int64_t rank);
+  std::optional<int64_t> rank_that_begins_again(int64_t set) const;
+  bool has_rank(int64_t set, int64_t rank) const;
   std::vector<int64_t> missing_in(const Key& key, const Entry& entry) const;
 
   int64_t world_;

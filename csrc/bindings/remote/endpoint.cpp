@@ -1,6 +1,6 @@
 #include <trireme/bindings/bindings.h>
+#include <trireme/bindings/python_values.h>
 #include <trireme/bindings/remote/python_callables.h>
-#include <trireme/bindings/remote/python_values.h>
 #include <trireme/comm/communicator.h>
 #include <trireme/common/duration.h>
 #include <trireme/common/error.h>
@@ -36,6 +36,9 @@ using Timeout = std::optional<double>;  // seconds
 using torch::wrap_pybind_function;
 using torch::wrap_pybind_function_no_gil;
 
+constexpr values::ValueOrigin kArgs{"remote", "args"};
+constexpr values::ValueOrigin kKwargs{"remote", "kwargs"};
+
 std::optional<std::chrono::milliseconds> milliseconds_of(Timeout timeout) {
   if (!timeout) return std::nullopt;
   const double longest = static_cast<double>(kLongestWait.count());
@@ -56,7 +59,7 @@ class PythonPending {
       const py::gil_scoped_release released;
       result = agent_->finish(call_);
     }
-    return remote::python_of(result);
+    return values::python_of(result);
   }
   bool is_completed() const {
     const py::gil_scoped_release released;
@@ -75,14 +78,14 @@ class PythonRemoteModule {
       : module_(agent, std::move(request)) {}
 
   py::object forward(const py::tuple& args, const py::dict& kwargs, bool training) {
-    const remote::Values values = remote::values_of_python(args);
-    const remote::Dict keywords = remote::keywords_of_python(kwargs);
+    const remote::Values values = values::values_of_python(args, kArgs);
+    const remote::Dict keywords = values::keywords_of_python(kwargs, kKwargs);
     Value result;
     {
       const py::gil_scoped_release released;
       result = module_.forward_values(values, keywords, training);
     }
-    return remote::python_of(result);
+    return values::python_of(result);
   }
   int64_t owner() const { return module_.owner(); }
   void step() { module_.step(); }
@@ -163,8 +166,8 @@ class PythonEndpoint {
     agent_->check_usable();
     remote::ModuleRequest request{agent_->rank_of(to),
                                   factory,
-                                  remote::values_of_python(args),
-                                  remote::keywords_of_python(kwargs),
+                                  values::values_of_python(args, kArgs),
+                                  values::keywords_of_python(kwargs, kKwargs),
                                   std::move(optimizer),
                                   milliseconds_of(timeout)};
     const py::gil_scoped_release released;
@@ -185,8 +188,8 @@ class PythonEndpoint {
     request.timeout = milliseconds_of(timeout);
     request.message.verb = verb;
     request.message.name = ref ? ref->address().class_name + "." + name : name;
-    request.message.args = remote::values_of_python(args);
-    request.message.kwargs = remote::keywords_of_python(kwargs);
+    request.message.args = values::values_of_python(args, kArgs);
+    request.message.kwargs = values::keywords_of_python(kwargs, kKwargs);
     const py::gil_scoped_release released;
     return std::make_unique<PythonPending>(agent_, agent_->begin(std::move(request)));
   }
@@ -273,7 +276,7 @@ void init_remote(py::module_& module) {
   module.def("remote_define", wrap_pybind_function(&define), py::arg("name"), py::arg("parameters"),
              py::arg("count"), py::arg("place"), py::arg("callable"), py::arg("kind"),
              py::arg("batch"));
-  module.def("remote_use_ref_type", &remote::use_ref_type, py::arg("type"));
+  module.def("remote_use_ref_type", &values::use_ref_type, py::arg("type"));
   module.def(
       "remote_use_raiser",
       [](py::object raiser) {

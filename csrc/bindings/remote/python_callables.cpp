@@ -1,6 +1,6 @@
 #include <trireme/bindings/remote/python_callables.h>
 
-#include <trireme/bindings/remote/python_values.h>
+#include <trireme/bindings/python_values.h>
 #include <trireme/common/error.h>
 #include <trireme/common/thread_end.h>
 
@@ -22,6 +22,8 @@ namespace trireme::remote {
 namespace {
 
 namespace py = pybind11;
+
+constexpr values::ValueOrigin kResult{"remote", "the result"};
 
 template <typename F>
 auto or_stay_here(const F& function) {
@@ -98,7 +100,7 @@ class PythonBody final : public ModuleBody {
 
   Value forward(const Values& args, const Dict& kwargs) override {
     return with_gil([&] {
-      return value_of_python(call_with(*module_, {nullptr, args, kwargs}), "the result");
+      return values::value_of_python(call_with(*module_, {nullptr, args, kwargs}), kResult);
     });
   }
   Named parameters() override {
@@ -159,7 +161,7 @@ Definition definition_of_python(Definition made, py::object callable) {
     case Definition::Kind::kFunction:
       made.call = [held](const Invocation& invocation) {
         return with_gil(
-            [&] { return value_of_python(call_with(*held, invocation), "the result"); });
+            [&] { return values::value_of_python(call_with(*held, invocation), kResult); });
       };
       made.make_module = [held](const Invocation& invocation) {
         return with_gil([&] { return body_of(call_with(*held, invocation)); });
@@ -175,9 +177,9 @@ Definition definition_of_python(Definition made, py::object callable) {
       made.call = [held](const Invocation& invocation) {
         return with_gil([&] {
           const auto& hosted = dynamic_cast<const PythonHosted&>(*invocation.object);
-          return value_of_python(
+          return values::value_of_python(
               call(*held, with_object(hosted, invocation.args), keywords_of(invocation.kwargs)),
-              "the result");
+              kResult);
         });
       };
   }

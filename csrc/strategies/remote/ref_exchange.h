@@ -5,7 +5,7 @@
 #include <trireme/common/export.h>
 #include <trireme/common/fork_guard.h>
 #include <trireme/strategies/remote/deferred_destruction.h>
-#include <trireme/strategies/remote/ref.h>
+#include <trireme/strategies/remote/value.h>
 #include <trireme/strategies/remote/ref_table.h>
 
 #include <cstdint>

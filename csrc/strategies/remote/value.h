@@ -1,71 +1,31 @@
 #pragma once
 
-#include <trireme/common/export.h>
-
-#include <ATen/core/Tensor.h>
-
-#include <cstdint>
-#include <memory>
-#include <string>
-#include <utility>
-#include <variant>
-#include <vector>
+#include <trireme/comm/ref.h>
+#include <trireme/comm/value.h>
+#include <trireme/comm/value_codec.h>
 
 namespace trireme::remote {
 
-class Ref;
-using RefPtr = std::shared_ptr<const Ref>;
-
-struct Value;
-using Values = std::vector<Value>;
-
-struct Bytes {
-  std::string bytes = {};
-};
-// These have no `= {}`, for which clang would need a complete Value here.
-struct List {
-  Values items;
-};
-struct Tuple {
-  Values items;
-};
-struct Set {
-  Values items;  // keys, as those of a Dict
-};
-// A dict that keeps its order. A key is None, a bool, an integer, a double, a text, bytes, or a
-// tuple of keys.
-struct Dict {
-  Values keys;
-  Values values;  // parallel to `keys`
-};
-
-// An argument or result of a call. Its tensors are the ones that were put in, or, from a message,
-// tensors with memory of their own.
-struct TRIREME_API Value {
-  using Content = std::variant<std::monostate, bool, int64_t, double, std::string, Bytes,
-                               at::Tensor, RefPtr, List, Tuple, Set, Dict>;
-
-  Value() = default;
-  template <typename T, typename = std::enable_if_t<!std::is_same_v<std::decay_t<T>, Value>>>
-  Value(T&& content) : content(std::forward<T>(content)) {}  // NOLINT: it stands for its content
-
-  template <typename T>
-  bool is() const {
-    return std::holds_alternative<T>(content);
-  }
-  template <typename T>
-  const T* get_if() const {
-    return std::get_if<T>(&content);
-  }
-
-  Content content = {};
-};
-
-// Returns the kind of a value for messages, by Python's names: "None", "an int", "a Tensor", "a
-// dict".
-TRIREME_API const char* kind_of(const Value& value);
-
-// The deepest nesting of a value that is understood.
-inline constexpr int kDeepest = 100;
+// What calls carry, under the names that callers use.
+using values::AddressOf;
+using values::AdoptRef;
+using values::Bytes;
+using values::Complex;
+using values::decode;
+using values::Dict;
+using values::encode;
+using values::EncodedValue;
+using values::is_utf8;
+using values::kDeepest;
+using values::kind_of;
+using values::LargeInt;
+using values::List;
+using values::Ref;
+using values::RefAddress;
+using values::RefPtr;
+using values::Set;
+using values::Tuple;
+using values::Value;
+using values::Values;
 
 }  // namespace trireme::remote

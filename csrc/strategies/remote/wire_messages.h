@@ -1,7 +1,7 @@
 #pragma once
 
 #include <trireme/common/export.h>
-#include <trireme/strategies/remote/value_codec.h>
+#include <trireme/strategies/remote/value.h>
 
 #include <cstdint>
 #include <functional>

@@ -1,5 +1,6 @@
 """Horovod's API for torch over Trireme: ``import trireme.horovod as hvd``."""
 
+from trireme.horovod import elastic
 from trireme.horovod.basics import (
     ccl_built,
     cross_rank,
@@ -21,6 +22,8 @@ from trireme.horovod.basics import (
     rocm_built,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from trireme.horovod.compression import Compression
 from trireme.horovod.errors import HorovodInternalError
@@ -53,6 +56,7 @@ from trireme.horovod.functions import (
     sparse_allreduce_async,
     synchronize,
 )
+from trireme.horovod.objects import allgather_object, broadcast_object
 from trireme.horovod.optimizer import DistributedOptimizer
 from trireme.horovod.process_sets import (
     ProcessSet,
@@ -61,6 +65,7 @@ from trireme.horovod.process_sets import (
     remove_process_set,
 )
 from trireme.horovod.reductions import Adasum, Average, Max, Min, Product, Sum
+from trireme.horovod.state import broadcast_optimizer_state, broadcast_parameters
 from trireme.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
@@ -78,6 +83,7 @@ __all__ = [
     "add_process_set",
     "allgather",
     "allgather_async",
+    "allgather_object",
     "allreduce",
     "allreduce_",
     "allreduce_async",
@@ -89,11 +95,15 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
     "ccl_built",
     "cross_rank",
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -124,5 +134,7 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

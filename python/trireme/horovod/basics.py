@@ -16,8 +16,10 @@ from trireme import _C
 from trireme._core.farewell import call_at_the_end
 from trireme._core.group_communicator import communicator_of, device_of_numbers
 from trireme.horovod.engine import Engine
+from trireme.horovod.errors import refuse
 from trireme.horovod.process_sets import ProcessSet, begin_sets, end_sets
 from trireme.horovod.run import Place, Run, current_run, has_run, set_run
+from trireme.horovod.timeline import Timeline
 from trireme.launch import Context
 from trireme.launch import init as init_trireme
 
@@ -53,6 +55,7 @@ def init(process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     set_run(Run(context, _place_of(context, group), engine))
     begin_sets(context.world, [] if isinstance(process_sets, str) else list(process_sets or ()))
     call_at_the_end(_end)
+    _start_timeline_asked_for()
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -70,6 +73,42 @@ def _say_without_effect() -> None:
         warnings.warn(_C.error_text("horovod", got, next_step), stacklevel=3)
 
 
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Begins to write a timeline on rank 0; does nothing on the others.
+
+    Each operation has a lane by its name: ``NEGOTIATE_ALLREDUCE`` while it waits for ranks, then
+    ``ALLREDUCE``, in microseconds since this call.
+
+    Args:
+        file_path: is written anew.
+        mark_cycles: also notes when the engine takes the next operation, as ``CYCLE_START``.
+
+    Raises:
+        ValueError: there is one already.
+        OSError: the file cannot be written.
+    """
+    running = current_run()
+    if running.place.rank != 0:
+        return
+    if running.engine.timeline is not None:
+        got = f"got a second timeline beside {running.engine.timeline.path}, expected one"
+        refuse(got, "Call hvd.stop_timeline() before.")
+    running.engine.timeline = Timeline(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Completes the file of ``start_timeline``; does nothing where there is none."""
+    current_run().engine.stop_timeline()
+
+
+def _start_timeline_asked_for() -> None:
+    """Begins what HOROVOD_TIMELINE asks for, unless it leaves that to ``start_timeline``."""
+    path = os.environ.get("HOROVOD_TIMELINE", "")
+    if path not in ("", "DYNAMIC"):
+        marks = os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0")
+        start_timeline(path, marks not in ("", "0", "false", "False"))
+
+
 def shutdown() -> None:
     """Ends the run; operations in flight raise. ``init`` may begin another one."""
     if not has_run():
@@ -78,6 +117,7 @@ def shutdown() -> None:
     end_sets()
     set_run(None)
     run.engine.close()
+    run.engine.stop_timeline()
     run.context.__exit__(None, None, None)
 
 
@@ -85,6 +125,7 @@ def _end(text: str) -> None:
     """Lets go of the others where the program has not."""
     if has_run():
         current_run().engine.leave()
+        current_run().engine.stop_timeline()
 
 
 def _place_of(context: Context, group: dist.ProcessGroup) -> Place:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,12 +19,14 @@ from trireme._C import AgreedOperation, NamedOrder
 from trireme._core.group_communicator import communicator_of
 from trireme.horovod.errors import HorovodInternalError, NotPossible, operation_error, refuse
 from trireme.horovod.gradient_groups import GradientGroups
+from trireme.horovod.timeline import Timeline
 
 Terms = list[tuple[str, str]]
 Run = Callable[[list[str]], Any]
 ALL_RANKS = 0
 # Of csrc/comm/name_book.h.
 _HAS_JOINED, _BEGUN = "has joined", "begun"
+BEGIN_AGAIN = "begin again"
 
 
 @dataclass
@@ -40,6 +43,7 @@ class Operation:
     done: threading.Event = field(default_factory=threading.Event)
     ended: Callable[[], None] | None = None
     """Is called when it is done."""
+    issued_ns: int = field(default_factory=time.monotonic_ns)
 
     def end(self, result: Any = None, error: BaseException | None = None) -> None:
         self.result, self.error = result, error
@@ -69,6 +73,7 @@ class Engine:
         self.gradients = GradientGroups(timeout)
         self._begun: SimpleQueue[tuple[int, int, int] | None] = SimpleQueue()
         """Backwards that other ranks have begun since this one has joined; see GradientGroups."""
+        self.timeline: Timeline | None = None
         self.zeros: Callable[[str, Terms, int], None] | None = None
         """Takes part in an operation of the others while this rank has joined."""
         self.add_group(ALL_RANKS, list(range(self.world)))
@@ -170,6 +175,22 @@ class Engine:
             raise operation.error
         return operation.result
 
+    def begin_again(self) -> None:
+        """Waits until all ranks have called it, and forgets what was issued before.
+
+        What other ranks wait for this one with raises there, so that they come here, too.
+
+        Raises:
+            HorovodInternalError: a rank is gone, or has not come within the group's timeout.
+        """
+        self.wait(self.issue(BEGIN_AGAIN, BEGIN_AGAIN, ALL_RANKS, [], lambda _: None))
+
+    def stop_timeline(self) -> None:
+        """Completes the file of the timeline, if there is one."""
+        timeline, self.timeline = self.timeline, None
+        if timeline is not None:
+            timeline.stop()
+
     def leave(self) -> None:
         """Lets go of the others at the end of the process."""
         self._order.close()
@@ -194,7 +215,7 @@ class Engine:
             while (agreed := self._order.next()) is not None:
                 self._perform(agreed)
             self._fail("this rank has shut down")
-        except dist.DistBackendError as error:
+        except Exception as error:  # a rank is gone, or zeros of a rank that has joined have failed
             self._fail(str(error))
 
     def _perform(self, agreed: AgreedOperation) -> None:
@@ -209,24 +230,47 @@ class Engine:
             return
         if agreed.kind == "join":
             self.gradients.tell_no_more()
+        begun_ns, timeline = time.monotonic_ns(), self.timeline
+        if timeline is not None:
+            timeline.mark_cycle()
         with self._lock:
             operation = self._pending.pop((agreed.set, agreed.name), None)
         if operation is None:
             assert self.zeros is not None
             self.zeros(agreed.kind, agreed.terms, agreed.set)
+            if timeline is not None:
+                timeline.note(agreed.name, agreed.kind, begun_ns, begun_ns, None)
             return
+        result, error = self._outcome_of(operation, agreed)
+        if timeline is not None:
+            timeline.note(operation.name, operation.kind, operation.issued_ns, begun_ns, error)
+        operation.end(result, error)
+
+    def _outcome_of(
+        self, operation: Operation, agreed: AgreedOperation
+    ) -> tuple[Any, HorovodInternalError | None]:
         if agreed.error:
-            operation.end(error=self.error_of(operation, agreed.error))
-            return
+            return None, self.error_of(operation, agreed.error)
+        self._count_anew(agreed.kind)
         try:
             payloads = [str(agreed.last_joined)] if agreed.kind == "join" else agreed.payloads
-            operation.end(operation.run(payloads))
+            return operation.run(payloads), None
         except NotPossible as error:
-            operation.end(error=self.error_of(operation, str(error)))
+            return None, self.error_of(operation, str(error))
         except Exception as error:
             own = self.error_of(operation, f"failed: {type(error).__name__}: {error}")
             own.__cause__ = error
-            operation.end(error=own)
+            return None, own
+
+    def _count_anew(self, kind: str) -> None:
+        """Numbers unnamed operations from 0 after what ranks issue different numbers of them
+        before. A join leaves operations of sets in flight."""
+        if kind not in ("join", BEGIN_AGAIN):
+            return
+        with self._lock:
+            for key in list(self._unnamed):
+                if kind == BEGIN_AGAIN or key[0] == ALL_RANKS:
+                    del self._unnamed[key]
 
     def error_of(self, operation: Operation, what: str) -> HorovodInternalError:
         return operation_error(operation.kind, operation.name, what, self.rank, self.world)

@@ -30,7 +30,7 @@ Tensors = Sequence[torch.Tensor]
 # --- what every function does --------------------------------------------------------------------
 
 
-def _issue(
+def issue(
     kind: str,
     name: str | None,
     process_set: ProcessSet,
@@ -40,6 +40,7 @@ def _issue(
     payload: str = "",
     can_have_zeros: bool = False,
 ) -> int:
+    """Issues an operation on the ranks of a set; ``work`` gets its group and all payloads."""
     running, set_id = engine(), id_of(process_set)
     if not process_set.included():
         what = f"rank {running.rank} is not in {process_set}"
@@ -56,7 +57,8 @@ def _issue(
     )
 
 
-def _check_tensor(tensor: Any) -> None:
+def check_tensor(tensor: Any) -> None:
+    """Raises TypeError for what is no tensor, ValueError for one that is not dense."""
     if not isinstance(tensor, torch.Tensor):
         got = f"got {type(tensor).__name__} as tensor, expected a torch.Tensor"
         refuse(got, "Pass a tensor.", kind=TypeError)
@@ -100,7 +102,7 @@ def synchronize(handle: int) -> Any:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks of the set have called it. It overtakes operations that wait."""
-    synchronize(_issue("barrier", None, process_set, [], lambda group, _: None))
+    synchronize(issue("barrier", None, process_set, [], lambda group, _: None))
 
 
 # --- allreduce -----------------------------------------------------------------------------------
@@ -124,7 +126,7 @@ def _allreduce(
     result: Callable[[list[torch.Tensor]], Any],
 ) -> int:
     for tensor in tensors:
-        _check_tensor(tensor)
+        check_tensor(tensor)
     id_of(process_set)
     check_adasum(op, process_set)
     reduction = Reduction(op, *factors)
@@ -137,7 +139,7 @@ def _allreduce(
         return result(list(tensors))
 
     terms = _terms_of_reduction(tensors, op, factors)
-    return _issue(kind, name, process_set, terms, work, can_have_zeros=op != Adasum)
+    return issue(kind, name, process_set, terms, work, can_have_zeros=op != Adasum)
 
 
 def give_zeros(kind: str, terms: Terms, set_id: int) -> None:
@@ -339,13 +341,13 @@ def _allgather(
     result: Callable[[list[torch.Tensor]], Any],
 ) -> int:
     for tensor in tensors:
-        _check_tensor(tensor)
+        check_tensor(tensor)
     rows = [tensor.detach().reshape(1) if tensor.dim() == 0 else tensor for tensor in tensors]
 
     def work(group: dist.ProcessGroup, payloads: list[str]) -> Any:
         counts = [json.loads(payload) for payload in payloads]
         return result(
-            [_gather_rows(one, [count[i] for count in counts], group) for i, one in enumerate(rows)]
+            [gather_rows(one, [count[i] for count in counts], group) for i, one in enumerate(rows)]
         )
 
     terms = [
@@ -354,10 +356,11 @@ def _allgather(
         ("shape behind the first dimension", _shapes(rows, 1)),
     ]
     payload = str([one.shape[0] for one in rows])
-    return _issue(kind, name, process_set, terms, work, payload=payload)
+    return issue(kind, name, process_set, terms, work, payload=payload)
 
 
-def _gather_rows(tensor: torch.Tensor, counts: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+def gather_rows(tensor: torch.Tensor, counts: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Returns the tensors of all ranks one behind the other; ``counts`` are their rows."""
     most = max(counts)
     own = tensor.detach().contiguous()
     if own.shape[0] < most:
@@ -434,7 +437,7 @@ def _broadcast(
     name: str | None,
     process_set: ProcessSet,
 ) -> int:
-    _check_tensor(tensor)
+    check_tensor(tensor)
 
     def work(group: dist.ProcessGroup, _: list[str]) -> torch.Tensor:
         if root_rank not in (process_set.ranks or ()):
@@ -454,7 +457,7 @@ def _broadcast(
         ("shape", _shapes([tensor])),
         ("root rank", str(root_rank)),
     ]
-    return _issue("broadcast", name, process_set, terms, work)
+    return issue("broadcast", name, process_set, terms, work)
 
 
 def broadcast_async(
@@ -542,7 +545,7 @@ def alltoall_async(
 ) -> int:
     """Begins to send slices of the first dimension to all ranks; ``synchronize`` returns what came
     and how many rows came from each."""
-    _check_tensor(tensor)
+    check_tensor(tensor)
     id_of(process_set)
     if tensor.dim() == 0:
         own = [0] * (process_set.size() or 1)
@@ -563,7 +566,7 @@ def alltoall_async(
         ("number of dimensions", str(tensor.dim())),
         ("shape behind the first dimension", _shapes([tensor], 1)),
     ]
-    return _issue("alltoall", name, process_set, terms, work, payload=str(own))
+    return issue("alltoall", name, process_set, terms, work, payload=str(own))
 
 
 class _Alltoall(torch.autograd.Function):
@@ -607,7 +610,7 @@ def _reducescatter(
     result: Callable[[list[torch.Tensor]], Any],
 ) -> int:
     for tensor in tensors:
-        _check_tensor(tensor)
+        check_tensor(tensor)
     chosen = known_op(op)
     reduction = Reduction(chosen, *factors)
 
@@ -619,7 +622,7 @@ def _reducescatter(
         return result([reduction.scattered(tensor, group) for tensor in tensors])
 
     terms = _terms_of_reduction(tensors, chosen, factors)
-    return _issue(kind, name, process_set, terms, work)
+    return issue(kind, name, process_set, terms, work)
 
 
 def reducescatter_async(

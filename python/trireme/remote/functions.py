@@ -84,7 +84,7 @@ def call(
 ) -> Any:  # fmt: skip
     """Calls a function at another process, or at this one, and returns its result.
 
-    Arguments and results are None, bool, int (64 bits), float, str, bytes, tensors, Refs, and
+    Arguments and results are None, bool, int, float, complex, str, bytes, tensors, Refs, and
     lists, tuples, sets and dicts of them; all are copied, tensors without their graph. One message
     goes there and one comes back. torch's equivalent is ``rpc.rpc_sync``.
 
@@ -94,9 +94,8 @@ def call(
         timeout: seconds; 30 minutes if there is none.
 
     Raises:
-        TypeError, ValueError: an argument is none of these values, and its place is in the text; it
-            takes more than 64 bits; nobody is called so; there is no such function there, and the
-            text says what there is.
+        TypeError, ValueError: an argument is none of these values, and its place is in the text;
+            nobody is called so; there is no such function there, and the text says what there is.
         Exception: what the function has raised: built-in types as they are, others as RuntimeError
             that names the class. Its notes have function, rank and traceback.
         DistBackendError: the callee is gone, or has not answered in time; the text names it and the

@@ -132,5 +132,55 @@ TEST_CASE("What waits for too long is given up, and its name is free", "[name_bo
   CHECK(say(book, 1, allreduce("a")).empty());
 }
 
+NamedOperation again() { return of_kind(NameBook::kBeginAgain, NameBook::kBeginAgain); }
+
+TEST_CASE("What waits for a rank that begins again ends, and so does what others issue then",
+          "[name_book]") {
+  NameBook book(3);
+  book.define_set(4, {0, 2});
+  say(book, 0, allreduce("a"));
+  say(book, 1, allreduce("mine"));
+  say(book, 0, of_kind("barrier", "b", 4));
+  auto decided = say(book, 1, again());
+  REQUIRE(decided.size() == 2);
+  CHECK(decided[0].agreed.operation.name == "a");
+  CHECK(decided[0].agreed.error == "rank 1 begins again");
+  CHECK(decided[0].ranks == std::vector<int64_t>{0});
+  CHECK(decided[1].agreed.operation.name == "mine");
+  CHECK(decided[1].ranks == std::vector<int64_t>{1});
+
+  decided = say(book, 2, allreduce("late"));
+  REQUIRE(decided.size() == 1);
+  CHECK(decided[0].agreed.error == "rank 1 begins again");
+  CHECK(decided[0].ranks == std::vector<int64_t>{2});
+  CHECK(say(book, 2, of_kind("barrier", "b", 4))[0].agreed.error.empty());  // of others
+
+  CHECK(say(book, 0, again()).empty());
+  CHECK(say(book, 2, joined())[0].agreed.error == "rank 1 begins again");
+  decided = say(book, 2, again());
+  REQUIRE(decided.size() == 1);
+  CHECK(decided[0].agreed.operation.kind == NameBook::kBeginAgain);
+  CHECK(decided[0].agreed.error.empty());
+  CHECK(decided[0].ranks == std::vector<int64_t>{0, 1, 2});
+  CHECK(book.waiting().empty());
+  for (int64_t rank = 0; rank < 2; ++rank) CHECK(say(book, rank, allreduce("a")).empty());
+  CHECK(say(book, 2, allreduce("a"))[0].agreed.error.empty());
+}
+
+TEST_CASE("Ranks that have joined hear of one that begins again", "[name_book]") {
+  NameBook book(2);
+  CHECK(say(book, 0, joined()).empty());
+  auto decided = say(book, 1, again());
+  REQUIRE(decided.size() == 1);
+  CHECK(decided[0].agreed.operation.kind == NameBook::kJoin);
+  CHECK(decided[0].agreed.error == "rank 1 begins again");
+  CHECK(decided[0].ranks == std::vector<int64_t>{0});
+  CHECK(book.waiting()[0].missing == std::vector<int64_t>{0});
+  const auto given_up = book.give_up(book.waiting()[0], "waited");
+  CHECK(given_up[0].ranks == std::vector<int64_t>{1});
+  CHECK(say(book, 0, allreduce("a")).empty());  // nobody begins again any more
+  CHECK(say(book, 1, allreduce("a"))[0].agreed.error.empty());
+}
+
 }  // namespace
 }  // namespace name_book_test

@@ -2,7 +2,7 @@
 // are these again, or throws c10::ValueError. The first byte of an input says how many tensors
 // came.
 
-#include <trireme/strategies/remote/ref.h>
+#include <trireme/strategies/remote/value.h>
 #include <trireme/strategies/remote/wire_messages.h>
 
 #include <ATen/ATen.h>
@@ -76,8 +76,10 @@ std::vector<uint8_t> seed_of(const Value& value, MessageKind kind = MessageKind:
 Value rich_value() {
   const at::Tensor tensor = all_tensors().front();
   Dict dict;
-  dict.keys = {std::string("k\xc3\xa4"), int64_t{-3}, Tuple{{true, Bytes{"\xff"}}}, 0.5};
-  dict.values = {tensor, List{{Value(), false}}, Set{{int64_t{1}, std::string("a")}}, Dict()};
+  dict.keys = {std::string("k\xc3\xa4"), int64_t{-3}, Tuple{{true, Bytes{"\xff"}}}, 0.5,
+               LargeInt{std::string(9, '\x55')}};
+  dict.values = {tensor, List{{Value(), false}}, Set{{int64_t{1}, std::string("a")}}, Dict(),
+                 Complex{1, -2}};
   return Tuple{{std::move(dict), adopt({1, -2, 3, "Observer"}), Bytes{std::string(40, '\0')},
                 std::numeric_limits<double>::infinity(), std::string("\xf0\x9f\x98\x80 text"),
                 List{{tensor, Tuple()}}}};

@@ -295,6 +295,8 @@ def join_unevenly(rank: int) -> list[int]:
             expect(got, torch.tensor([1.0, 2.0]) * there)
             mean = hvd.allreduce(torch.ones(3), name=f"mean {step}")
             torch.testing.assert_close(mean, torch.full((3,), there / hvd.size()))
+            unnamed = hvd.allreduce(torch.ones(1), op=hvd.Sum)  # numbered anew after each join
+            expect(unnamed, torch.full((1,), 1.0 * there))
         if rank == hvd.size() - 1:
             with pytest.raises(hvd.HorovodInternalError, match="has joined"):
                 hvd.broadcast(torch.ones(2), 0, name="refused")

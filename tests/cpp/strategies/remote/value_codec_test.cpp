@@ -1,6 +1,7 @@
 // Values and messages as bytes: there and back, and whatever is no such bytes.
 
-#include <trireme/strategies/remote/ref.h>
+#include <trireme/strategies/remote/typed_values.h>
+#include <trireme/strategies/remote/value.h>
 #include <trireme/strategies/remote/wire_messages.h>
 
 #include <ATen/ATen.h>
@@ -49,6 +50,10 @@ bool is_same(const Values& a, const Values& b) {
 bool is_same(std::monostate, std::monostate) { return true; }
 bool is_same(double a, double b) { return std::memcmp(&a, &b, sizeof(a)) == 0; }
 bool is_same(const Bytes& a, const Bytes& b) { return a.bytes == b.bytes; }
+bool is_same(const LargeInt& a, const LargeInt& b) { return a.bytes == b.bytes; }
+bool is_same(const Complex& a, const Complex& b) {
+  return is_same(a.real, b.real) && is_same(a.imag, b.imag);
+}
 bool is_same(const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); }
 bool is_same(const RefPtr& a, const RefPtr& b) { return a->address() == b->address(); }
 bool is_same(const List& a, const List& b) { return is_same(a.items, b.items); }
@@ -84,12 +89,16 @@ Value rich_value() {
                2.5,
                string("k\xc3\xa4"),
                Bytes{"\xff"},
+               LargeInt{string(8, '\xff') + '\1'},
+               Complex{0.5, -2},
                Tuple{{int64_t{1}, Tuple{{string("a"), Value()}}}}};
   dict.values = {at::ones({3}),
                  ref(4),
                  List{{false, Value()}},
                  Set{{int64_t{3}, Tuple()}},
                  Dict(),
+                 Complex{-0.0, 1},
+                 LargeInt{string(8, '\0') + '\x80'},
                  Tuple{{at::zeros({2}), ref(5, "Counter")}},
                  string(30, 'x')};
   return List{{std::move(dict), Bytes{string(20, '\0')}, string(), Bytes(), List(), Tuple(), Set(),
@@ -132,28 +141,31 @@ class LittleMemory {
 
 TEST_CASE("each kind of value comes back as it was, under its name") {
   using Limits = std::numeric_limits<double>;
-  const std::vector<std::pair<Value, string>> cases{{Value(), "None"},
-                                                    {false, "a bool"},
-                                                    {true, "a bool"},
-                                                    {int64_t{0}, "an int"},
-                                                    {std::numeric_limits<int64_t>::max(), "an int"},
-                                                    {std::numeric_limits<int64_t>::min(), "an int"},
-                                                    {0.1, "a float"},
-                                                    {-0.0, "a float"},
-                                                    {Limits::infinity(), "a float"},
-                                                    {Limits::signaling_NaN(), "a float"},
-                                                    {string(), "a str"},
-                                                    {string("a\0\xf0\x9f\x98\x80", 6), "a str"},
-                                                    {Bytes{"\xff\xfe"}, "bytes"},
-                                                    {at::ones({2}), "a Tensor"},
-                                                    {ref(3), "a Ref"},
-                                                    {ref(-1, ""), "a Ref"},
-                                                    {List{{int64_t{1}, string("a")}}, "a list"},
-                                                    {Tuple{{List(), Tuple()}}, "a tuple"},
-                                                    {Set{{Value(), Tuple{{0.5}}}}, "a set"},
-                                                    {Dict(), "a dict"},
-                                                    {rich_value(), "a list"},
-                                                    {List{Values(1000, string("many"))}, "a list"}};
+  const std::vector<std::pair<Value, string>> cases{
+      {Value(), "None"},
+      {false, "a bool"},
+      {true, "a bool"},
+      {int64_t{0}, "an int"},
+      {std::numeric_limits<int64_t>::max(), "an int"},
+      {std::numeric_limits<int64_t>::min(), "an int"},
+      {0.1, "a float"},
+      {-0.0, "a float"},
+      {Limits::infinity(), "a float"},
+      {Limits::signaling_NaN(), "a float"},
+      {string(), "a str"},
+      {string("a\0\xf0\x9f\x98\x80", 6), "a str"},
+      {Bytes{"\xff\xfe"}, "bytes"},
+      {LargeInt{string(9, '\x7f')}, "an int of more than 64 bits"},
+      {Complex{-0.0, Limits::infinity()}, "a complex"},
+      {at::ones({2}), "a Tensor"},
+      {ref(3), "a Ref"},
+      {ref(-1, ""), "a Ref"},
+      {List{{int64_t{1}, string("a")}}, "a list"},
+      {Tuple{{List(), Tuple()}}, "a tuple"},
+      {Set{{Value(), Tuple{{0.5}}}}, "a set"},
+      {Dict(), "a dict"},
+      {rich_value(), "a list"},
+      {List{Values(1000, string("many"))}, "a list"}};
   for (const auto& [value, name] : cases) {
     INFO(name);
     const Value back = read(written(value));
@@ -173,6 +185,8 @@ TEST_CASE("the bytes are those that the note describes") {
   CHECK(bytes_of(Bytes{"\xff"}) == with_zeros("\x06\x01") + "\xff");
   CHECK(bytes_of(List{{at::ones({1}), false}}) == with_zeros("\x09\x02") + "\x07\x01");
   CHECK(bytes_of(Set{{false}}) == with_zeros("\x0b\x01") + "\x01");
+  CHECK(bytes_of(LargeInt{string(9, '\x01')}) == with_zeros("\x0d\x09") + string(9, '\x01'));
+  CHECK(bytes_of(Complex{1.0, 0.0}) == "\x0e" + string(6, '\0') + "\xf0\x3f" + string(8, '\0'));
   Dict dict;
   dict.keys = {false};
   dict.values = {true};
@@ -210,7 +224,7 @@ TEST_CASE("a hundred levels are understood, and no more") {
     CHECK(is_same(read(written(value)), value));
   for (const Value& value : {nested(kDeepest + 1), nested<Tuple>(kDeepest + 1), nested(2000),
                              nested(1, nested<Set>(1, nested<Tuple>(kDeepest - 1)))})
-    CHECK_THAT(said(value), Catch::Contains("[remote] got a value that is nested deeper than 100"));
+    CHECK_THAT(said(value), Catch::Contains("[values] got a value that is nested deeper than 100"));
   // Levels do not add up side by side.
   CHECK_NOTHROW(written(List{Values(300, nested(kDeepest - 1))}));
 
@@ -239,7 +253,7 @@ TEST_CASE("values that cannot be sent are refused by the kind of their mistake")
     for (const Value& value : {as_key(key), Value(Set{{key}}), as_key(in_tuple)})
       CHECK_THAT(
           error_of<c10::TypeError>([&] { written(value); }),
-          Catch::Contains("[remote] got " + name + " as a key of a dict or an item of a set"));
+          Catch::Contains("[values] got " + name + " as a key of a dict or an item of a set"));
     CHECK_NOTHROW(written(List{{as_key(string("a")), key}}));
   }
   CHECK_THAT(error_of<c10::TypeError>([] { written(List{{at::Tensor()}}); }),
@@ -254,6 +268,18 @@ TEST_CASE("values that cannot be sent are refused by the kind of their mistake")
   for (const Value& value : {Value(string("\xff")), Value(ref(1, "\xed\xa0\x80"))})
     CHECK_THAT(error_of<c10::ValueError>([&] { written(value); }),
                Catch::Contains("got a text that is not UTF-8"));
+}
+
+TEST_CASE("an integer has one form, and C++ types hold none of more than 64 bits") {
+  for (const string& bytes : {string(), string(8, '\1'), string(9, '\0'), string(9, '\xff')})
+    CHECK_THAT(error_of<c10::ValueError>([&] { written(LargeInt{bytes}); }),
+               Catch::Contains("got a LargeInt that takes fewer bytes"));
+  for (const string& bytes : {string(8, '\0') + '\1', string(8, '\xff') + '\0',
+                              string(8, '\0') + '\xff', string(20, '\x55')})
+    CHECK_NOTHROW(written(LargeInt{bytes}));
+  CHECK_THAT(
+      error_of<c10::TypeError>([] { value_as<int64_t>(LargeInt{string(9, '\1')}, "args[0]"); }),
+      Catch::Contains("args[0] is an int of more than 64 bits, expected an int"));
 }
 
 TEST_CASE("bytes that are no value say what is wrong with them") {
@@ -272,7 +298,12 @@ TEST_CASE("bytes that are no value say what is wrong with them") {
       {sized(9, 3) + string(2, '\0'), "has a count beyond its bytes"},
       {sized(12, 2) + string(3, '\0'), "has a count beyond its bytes"},
       {sized(12, uint64_t{1} << 63) + string(8, '\0'), "has a count beyond its bytes"},
-      {"\x0d", "is of the unknown kind 13"},
+      {"\x0d", "ends too early"},
+      {sized(13, 8) + string(8, '\1'), "has an integer in a long form"},
+      {sized(13, 9) + string(9, '\0'), "has an integer in a long form"},
+      {sized(13, 9) + string(9, '\xff'), "has an integer in a long form"},
+      {"\x0e" + number, "ends too early"},
+      {"\x0f", "is of the unknown kind 15"},
       {"\xff", "is of the unknown kind 255"},
       {string(2, '\0'), "ends before its bytes do"},
       {"\x07", "names a tensor that has not come"},
@@ -280,7 +311,7 @@ TEST_CASE("bytes that are no value say what is wrong with them") {
       {sized(11, 1) + "\x07", "has a key that is none"},
       {key + sized(10, 1) + sized(11, 0) + '\0', "has a key that is none"}};
   for (const auto& [bytes, expected] : cases)
-    CHECK_THAT(said_of(bytes), Catch::Contains("[remote] got a message whose value " + expected));
+    CHECK_THAT(said_of(bytes), Catch::Contains("[values] got a message whose value " + expected));
   const auto with_tensors = [](const string& bytes, const Tensors& tensors) {
     return error_of<c10::ValueError>([&] { decode(bytes, tensors, adopt); });
   };

@@ -1,4 +1,4 @@
-#include <trireme/strategies/remote/value_codec.h>
+#include <trireme/comm/value_codec.h>
 
 #include <trireme/common/error.h>
 
@@ -10,7 +10,7 @@
 #include <cstring>
 #include <utility>
 
-namespace trireme::remote {
+namespace trireme::values {
 namespace {
 
 static_assert(std::endian::native == std::endian::little, "numbers travel as they lie in memory");
@@ -30,12 +30,15 @@ enum class ByteKind : uint8_t {
   kTuple,
   kSet,
   kDict,
+  kLargeInt,
+  kComplex,
 };
 
 // Memory for a few items is taken at once; more only as they are read, since a count may be false.
 constexpr uint64_t kItemsAtOnce = 8;
 constexpr size_t kUsualBytes = 128;
-constexpr const char* kKeys = "None, a bool, an int, a float, a str, bytes or a tuple of such";
+constexpr const char* kValuesArea = "values";
+constexpr const char* kKeys = "None, a bool, a number, a str, bytes or a tuple of such";
 
 // Returns how many bytes the first character takes; 0 if it is invalid.
 size_t length_of_first(const unsigned char* bytes, size_t left) {
@@ -53,15 +56,15 @@ size_t length_of_first(const unsigned char* bytes, size_t left) {
 }
 
 [[noreturn]] void refuse_to_write(const std::string& what, const char* next_step) {
-  C10_THROW_ERROR(ValueError, error_text("remote", "got " + what, {}, next_step));
+  C10_THROW_ERROR(ValueError, error_text(kValuesArea, "got " + what, {}, next_step));
 }
 
 [[noreturn]] void refuse_type(const std::string& what, const char* next_step) {
-  C10_THROW_ERROR(TypeError, error_text("remote", "got " + what, {}, next_step));
+  C10_THROW_ERROR(TypeError, error_text(kValuesArea, "got " + what, {}, next_step));
 }
 
 [[noreturn]] void refuse_bytes(const std::string& what) {
-  C10_THROW_ERROR(ValueError, error_text("remote", "got a message whose value " + what, {},
+  C10_THROW_ERROR(ValueError, error_text(kValuesArea, "got a message whose value " + what, {},
                                          "Run the same Trireme on every rank."));
 }
 
@@ -84,6 +87,17 @@ class ValueWriter {
   void put(double number) {
     put_kind(ByteKind::kDouble);
     put_number(number);
+  }
+  void put(const LargeInt& number) {
+    if (!is_large_int(number.bytes))
+      refuse_to_write("a LargeInt that takes fewer bytes", "Send it as an integer of 64 bits.");
+    put_kind(ByteKind::kLargeInt);
+    put_sized(number.bytes);
+  }
+  void put(const Complex& number) {
+    put_kind(ByteKind::kComplex);
+    put_number(number.real);
+    put_number(number.imag);
   }
   void put(const std::string& text) {
     put_kind(ByteKind::kText);
@@ -210,6 +224,11 @@ class ValueReader {
       case ByteKind::kBytes:
         content.emplace<Bytes>().bytes = take_sized();
         return;
+      case ByteKind::kLargeInt:
+        content.emplace<LargeInt>().bytes = take_large_int();
+        return;
+      case ByteKind::kComplex:
+        return read_complex(content.emplace<Complex>());
       case ByteKind::kTuple:
         return read_items(content.emplace<Tuple>().items);
       case ByteKind::kTensor:
@@ -241,6 +260,10 @@ class ValueReader {
     } else {
       read_dict(content.emplace<Dict>());
     }
+  }
+  void read_complex(Complex& number) {
+    number.real = take_number<double>();
+    number.imag = take_number<double>();
   }
   void read_items(Values& items) {
     const uint64_t count = open(1);
@@ -299,6 +322,11 @@ class ValueReader {
     if (!is_utf8(text)) refuse_bytes("has a text that is not UTF-8");
     return text;
   }
+  std::string_view take_large_int() {
+    const std::string_view bytes = take_sized();
+    if (!is_large_int(bytes)) refuse_bytes("has an integer in a long form");
+    return bytes;
+  }
   const at::Tensor& take_tensor() {
     if (next_tensor_ == tensors_.size()) refuse_bytes("names a tensor that has not come");
     const at::Tensor& tensor = tensors_[next_tensor_++];
@@ -326,11 +354,30 @@ class ValueReader {
 
 const char* kind_of(const Value& value) {
   // Stands in the order of Value::Content.
-  constexpr std::array<const char*, 12> kKinds{"None",   "a bool",  "an int",   "a float",
-                                               "a str",  "bytes",   "a Tensor", "a Ref",
-                                               "a list", "a tuple", "a set",    "a dict"};
+  constexpr std::array<const char*, 14> kKinds{"None",
+                                               "a bool",
+                                               "an int",
+                                               "a float",
+                                               "a str",
+                                               "bytes",
+                                               "a Tensor",
+                                               "a Ref",
+                                               "a list",
+                                               "a tuple",
+                                               "a set",
+                                               "a dict",
+                                               "an int of more than 64 bits",
+                                               "a complex"};
   static_assert(kKinds.size() == std::variant_size_v<Value::Content>);
   return kKinds.at(value.content.index());
+}
+
+bool is_large_int(std::string_view bytes) {
+  if (bytes.size() <= sizeof(int64_t)) return false;
+  const auto last = static_cast<signed char>(bytes.back());
+  const auto before = static_cast<signed char>(bytes[bytes.size() - 2]);
+  const bool only_repeats_sign = (last == 0 && before >= 0) || (last == -1 && before < 0);
+  return !only_repeats_sign;
 }
 
 bool is_utf8(std::string_view bytes) {
@@ -363,4 +410,4 @@ Value decode(std::string_view text, const std::vector<at::Tensor>& tensors, cons
   return value;
 }
 
-}  // namespace trireme::remote
+}  // namespace trireme::values

@@ -1,12 +1,12 @@
 #pragma once
 
+#include <trireme/comm/value_codec.h>
 #include <trireme/common/export.h>
-#include <trireme/strategies/remote/value_codec.h>
 
 #include <functional>
 #include <utility>
 
-namespace trireme::remote {
+namespace trireme::values {
 
 // A reference to an object of some rank, which lives as long as any Ref to it does. Any thread may
 // destroy it.
@@ -30,4 +30,4 @@ class TRIREME_API Ref {
   LetGo let_go_;
 };
 
-}  // namespace trireme::remote
+}  // namespace trireme::values

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <trireme/strategies/remote/value.h>
+#include <trireme/comm/value.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -10,7 +10,7 @@
 #include <string_view>
 #include <vector>
 
-namespace trireme::remote {
+namespace trireme::values {
 
 // [Note: values as bytes]
 //
@@ -22,6 +22,7 @@ namespace trireme::remote {
 //   8 ref: owner, session, number (8 bytes each), and the name of its class as a text without kind
 //   9 list, 10 tuple, 11 set: a count of 8 bytes, and as many values
 //   12 dict: a count of 8 bytes, and as many pairs of a key and a value
+//   13 int of more than 8 bytes: a length of 8 bytes, and as many bytes   14 complex: two doubles
 //
 // The reader trusts nothing: a length is compared with the bytes that are left, and so is a count,
 // since each value takes one byte at least; no memory is taken for a count before its values were
@@ -50,15 +51,18 @@ using AddressOf = std::function<RefAddress(const Ref& ref)>;
 using AdoptRef = std::function<RefPtr(const RefAddress& address)>;
 
 // Throws c10::ValueError for a value that is nested deeper than kDeepest, a text that is not UTF-8,
-// or a Dict whose keys and values differ in number, and c10::TypeError for an invalid key, an
-// undefined tensor, or a null Ref.
+// a LargeInt that is none, or a Dict whose keys and values differ in number, and c10::TypeError for
+// an invalid key, an undefined tensor, or a null Ref.
 TRIREME_API EncodedValue encode(const Value& value, const AddressOf& address_of);
 
 // Throws c10::ValueError saying what is wrong with the bytes, and what `adopt` throws.
 TRIREME_API Value decode(std::string_view text, const std::vector<at::Tensor>& tensors,
                          const AdoptRef& adopt);
 
+// Returns whether bytes are a LargeInt: more than 8, and none of them in vain.
+TRIREME_API bool is_large_int(std::string_view bytes);
+
 // Returns whether bytes are UTF-8 as Python defines it: no surrogates, no overlong forms.
 TRIREME_API bool is_utf8(std::string_view bytes);
 
-}  // namespace trireme::remote
+}  // namespace trireme::values

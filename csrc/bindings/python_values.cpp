@@ -1,7 +1,7 @@
-#include <trireme/bindings/remote/python_values.h>
+#include <trireme/bindings/python_values.h>
 
+#include <trireme/comm/ref.h>
 #include <trireme/common/error.h>
-#include <trireme/strategies/remote/ref.h>
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -10,7 +10,7 @@
 #include <string_view>
 #include <utility>
 
-namespace trireme::remote {
+namespace trireme::values {
 namespace {
 
 namespace py = pybind11;
@@ -20,17 +20,18 @@ py::object* ref_type = nullptr;  // lives as long as the process
 // The place of a value in its arguments; its text is made only for an error.
 struct Place {
   const Place* outer = nullptr;
-  const char* name = nullptr;  // the outermost has one
-  py::handle key = {};         // in a dict
-  Py_ssize_t index = -1;       // in a list or a tuple
-  const char* part = nullptr;  // "a key of "
+  const ValueOrigin* origin = nullptr;  // the outermost has one
+  py::handle key = {};                  // in a dict
+  Py_ssize_t index = -1;                // in a list or a tuple
+  const char* part = nullptr;           // "a key of "
 
   std::string text() const {
-    if (name != nullptr) return name;
+    if (origin != nullptr) return origin->name;
     if (part != nullptr) return part + outer->text();
     if (!key) return outer->text() + "[" + std::to_string(index) + "]";
     return outer->text() + "[" + std::string(py::str(py::repr(key))) + "]";
   }
+  const ValueOrigin& root() const { return origin != nullptr ? *origin : outer->root(); }
 };
 
 // Returns the argument that a place is in: "args[1]".
@@ -39,29 +40,42 @@ const Place& argument_of(const Place& place) {
   return is_inside ? argument_of(*place.outer) : place;
 }
 
+std::string refusal(const Place& place, const std::string& what, const char* next_step) {
+  return error_text(place.root().area,
+                    "got a value that cannot be sent: " + place.text() + " is " + what,
+                    place.root().where, next_step);
+}
+
 [[noreturn]] void refuse(const Place& place, py::handle object) {
   C10_THROW_ERROR(
       TypeError,
-      error_text("remote",
-                 "got a value that cannot be sent: " + place.text() + " is a " +
-                     std::string(Py_TYPE(object.ptr())->tp_name),
-                 {},
-                 "Send None, bool, int, float, str, bytes, tensors and Refs, and lists, tuples, "
-                 "sets and dicts of them."));
+      refusal(place, "a " + std::string(Py_TYPE(object.ptr())->tp_name),
+              "Send None, bool, int, float, complex, str, bytes, tensors, Refs in remote calls, "
+              "and lists, tuples, sets and dicts of them."));
 }
 
 [[noreturn]] void refuse(const Place& place, const char* what) {
-  C10_THROW_ERROR(
-      ValueError,
-      error_text("remote", "got a value that cannot be sent: " + place.text() + " is " + what, {},
-                 "Send it in another form."));
+  C10_THROW_ERROR(ValueError, refusal(place, what, "Send it in another form."));
 }
 
-Value integer_of(py::handle object, const Place& place) {
+// Returns a LargeInt. A negative n takes as many bits as ~n, and one for the sign.
+Value large_integer_of(const py::int_& number) {
+  const auto bits = (number < py::int_(0) ? py::int_(~number) : number).attr("bit_length")();
+  const auto bytes =
+      number.attr("to_bytes")(bits.cast<int64_t>() / 8 + 1, "little", py::arg("signed") = true);
+  return LargeInt{std::string(py::bytes(bytes))};
+}
+
+Value integer_of(py::handle object) {
   int overflow = 0;
   const auto number = static_cast<int64_t>(PyLong_AsLongLongAndOverflow(object.ptr(), &overflow));
-  if (overflow != 0) refuse(place, "an int of more than 64 bits");
+  if (overflow != 0) return large_integer_of(py::reinterpret_borrow<py::int_>(object));
   return number;
+}
+
+py::object python_of_large(const LargeInt& number) {
+  const auto type = py::type::of(py::int_(0));
+  return type.attr("from_bytes")(py::bytes(number.bytes), "little", py::arg("signed") = true);
 }
 
 Value text_of(py::handle object, const Place& place) {
@@ -78,8 +92,8 @@ Value text_of(py::handle object, const Place& place) {
 bool is_plain(py::handle object) {
   PyObject* pointer = object.ptr();
   return pointer == Py_None || PyBool_Check(pointer) || PyLong_CheckExact(pointer) ||
-         PyFloat_CheckExact(pointer) || PyUnicode_CheckExact(pointer) ||
-         PyBytes_CheckExact(pointer);
+         PyFloat_CheckExact(pointer) || PyComplex_CheckExact(pointer) ||
+         PyUnicode_CheckExact(pointer) || PyBytes_CheckExact(pointer);
 }
 
 Value value_at(py::handle object, const Place& place);
@@ -145,8 +159,10 @@ Value value_at(py::handle object, const Place& place) {
   if (THPVariable_Check(pointer)) return THPVariable_Unpack(pointer);
   if (pointer == Py_None) return {};
   if (PyBool_Check(pointer)) return pointer == Py_True;
-  if (PyLong_CheckExact(pointer)) return integer_of(object, place);
+  if (PyLong_CheckExact(pointer)) return integer_of(object);
   if (PyFloat_CheckExact(pointer)) return PyFloat_AS_DOUBLE(pointer);
+  if (PyComplex_CheckExact(pointer))
+    return Complex{PyComplex_RealAsDouble(pointer), PyComplex_ImagAsDouble(pointer)};
   if (PyUnicode_CheckExact(pointer)) return text_of(object, place);
   if (PyBytes_CheckExact(pointer))
     return Bytes{
@@ -183,13 +199,17 @@ void use_ref_type(py::object type) {
   ref_type = new py::object(std::move(type));
 }
 
-Value value_of_python(py::handle object, const char* place) {
-  return value_at(object, {nullptr, place});
+Value value_of_python(py::handle object, const ValueOrigin& origin) {
+  return value_at(object, {nullptr, &origin});
 }
 
-Values values_of_python(const py::tuple& args) { return items_of(args, {nullptr, "args"}); }
+Values values_of_python(const py::tuple& args, const ValueOrigin& origin) {
+  return items_of(args, {nullptr, &origin});
+}
 
-Dict keywords_of_python(const py::dict& kwargs) { return dict_of(kwargs, {nullptr, "kwargs"}); }
+Dict keywords_of_python(const py::dict& kwargs, const ValueOrigin& origin) {
+  return dict_of(kwargs, {nullptr, &origin});
+}
 
 py::tuple python_of(const Values& values) {
   py::tuple tuple(values.size());
@@ -203,6 +223,10 @@ py::object python_of(const Value& value) {
     py::object operator()(bool given) const { return py::bool_(given); }
     py::object operator()(int64_t given) const { return py::int_(given); }
     py::object operator()(double given) const { return py::float_(given); }
+    py::object operator()(const LargeInt& given) const { return python_of_large(given); }
+    py::object operator()(const Complex& given) const {
+      return py::reinterpret_steal<py::object>(PyComplex_FromDoubles(given.real, given.imag));
+    }
     py::object operator()(const std::string& given) const { return py::str(given); }
     py::object operator()(const Bytes& given) const { return py::bytes(given.bytes); }
     py::object operator()(const at::Tensor& given) const { return tensor_of(given); }
@@ -224,4 +248,4 @@ py::object python_of(const Value& value) {
   return std::visit(Visitor(), value.content);
 }
 
-}  // namespace trireme::remote
+}  // namespace trireme::values
