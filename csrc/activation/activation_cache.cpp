@@ -66,10 +66,12 @@ ActivationCache::ActivationCache(int64_t samples, int64_t bytes,
              "Give all ranks the same.");
   }
   const int64_t least = static_cast<int64_t>(sizeof(Head) + sizeof(Record)) + kAlignBytes;
-  if (samples < 1) refuse(c10::str("got ", samples, " samples, expected 1 or more"),
-                          "Pass the number of samples of the data set.");
-  if (bytes < least) refuse(c10::str("got ", bytes, " bytes, expected ", least, " or more"),
-                            "Pass what all ranks of a host may take together.");
+  if (samples < 1)
+    refuse(c10::str("got ", samples, " samples, expected 1 or more"),
+           "Pass the number of samples of the data set.");
+  if (bytes < least)
+    refuse(c10::str("got ", bytes, " bytes, expected ", least, " or more"),
+           "Pass what all ranks of a host may take together.");
   if (!communicator_ || communicator_->world() == 1) {
     own_ = lazy_zeros(bytes, at::kByte, at::kCPU);
     data_ = reinterpret_cast<std::byte*>(own_.mutable_data_ptr<uint8_t>());
@@ -199,8 +201,6 @@ CacheStats ActivationCache::stats() const {
 
 void ActivationCache::turn_off() { head().is_off.store(1, std::memory_order_release); }
 
-bool ActivationCache::is_off() const {
-  return head().is_off.load(std::memory_order_acquire) != 0;
-}
+bool ActivationCache::is_off() const { return head().is_off.load(std::memory_order_acquire) != 0; }
 
 }  // namespace trireme

@@ -56,9 +56,7 @@ std::byte* data_of(const at::Tensor& tensor) {
   return static_cast<std::byte*>(tensor.mutable_data_ptr());
 }
 
-at::Tensor numbers_of(const std::vector<int64_t>& places) {
-  return at::tensor(places, at::kLong);
-}
+at::Tensor numbers_of(const std::vector<int64_t>& places) { return at::tensor(places, at::kLong); }
 
 }  // namespace
 
@@ -270,9 +268,8 @@ at::Tensor PrefixCache::forward(const at::Tensor& input, const at::Tensor& ids,
   for (const auto& [through, some] : places) {
     if (through == depth || some.empty()) continue;
     const at::Tensor chosen = numbers_of(some);
-    const at::Tensor from =
-        through == 0 ? input.index_select(0, chosen.to(input.device()))
-                     : found.index_select(0, chosen).to(input.device());
+    const at::Tensor from = through == 0 ? input.index_select(0, chosen.to(input.device()))
+                                         : found.index_select(0, chosen).to(input.device());
     const at::Tensor outputs = run_layers(static_cast<size_t>(through), from, tensors, run);
     expect_form(outputs);
     if (outputs.scalar_type() != found.scalar_type()) {

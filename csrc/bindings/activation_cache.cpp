@@ -1,4 +1,5 @@
 #include <trireme/activation/activation_cache.h>
+
 #include <trireme/activation/prefix_cache.h>
 #include <trireme/bindings/bindings.h>
 

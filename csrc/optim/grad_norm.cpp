@@ -113,12 +113,11 @@ at::Tensor own_squares(const GradNormPart& part, int64_t world) {
   const at::NoGradGuard no_grad;
   const int64_t holders = (part.sharded_over ? part.sharded_over->world() : 1) *
                           (part.stages ? part.stages->world() : 1);
-  TORCH_CHECK_VALUE(
-      holders <= world,
-      error_text("grad_norm",
-                 c10::str("got gradients that ", holders, " ranks hold together, expected at most ",
-                          world),
-                 {}, "Shard them over the ranks that train the model."));
+  TORCH_CHECK_VALUE(holders <= world,
+                    error_text("grad_norm",
+                               c10::str("got gradients that ", holders,
+                                        " ranks hold together, expected at most ", world),
+                               {}, "Shard them over the ranks that train the model."));
   TensorList gradients;
   for (const at::Tensor& one : part.gradients)
     gradients.push_back(one.is_sparse() ? one.coalesce()._values() : one);

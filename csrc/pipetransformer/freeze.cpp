@@ -28,11 +28,10 @@ std::shared_ptr<FrozenLayers> make_together(const std::shared_ptr<torch::nn::Mod
   }
   const auto failure = run_together(make, *ranks, ranks->device());
   if (failure && failure->own) std::rethrow_exception(failure->own);
-  TORCH_CHECK_VALUE(
-      !failure, error_text("freeze",
-                           c10::str("got what rank ", failure ? failure->rank : 0,
-                                    " cannot use: ", failure ? failure->text : ""),
-                           ranks->rank_of(), "Give all ranks the same."));
+  TORCH_CHECK_VALUE(!failure, error_text("freeze",
+                                         c10::str("got what rank ", failure ? failure->rank : 0,
+                                                  " cannot use: ", failure ? failure->text : ""),
+                                         ranks->rank_of(), "Give all ranks the same."));
   return made;
 }
 
@@ -47,11 +46,10 @@ Freeze::Freeze(std::shared_ptr<torch::nn::Module> model, const std::vector<Freez
 void Freeze::step() {
   if (course_->options().eval_frozen && frozen() > 0) {
     const std::string name = layers_->first_in_training(frozen());
-    TORCH_CHECK_VALUE(
-        name.empty(),
-        error_text("freeze", "got frozen layer '" + name + "' in training mode", {},
-                   "Call train() of the Freeze in place of the model's, or pass "
-                   "eval_frozen=false."));
+    TORCH_CHECK_VALUE(name.empty(),
+                      error_text("freeze", "got frozen layer '" + name + "' in training mode", {},
+                                 "Call train() of the Freeze in place of the model's, or pass "
+                                 "eval_frozen=false."));
   }
   if (course_->begin_step()) course_->measure(layers_->gradients(frozen()));
 }

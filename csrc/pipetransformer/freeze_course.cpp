@@ -25,10 +25,10 @@ std::string joined(const std::vector<int64_t>& numbers) {
 }
 
 std::string describe(const std::vector<std::string>& layers, const FreezeOptions& options) {
-  std::string text = c10::str(
-      "alpha=", options.alpha, "\nrule=", options.choose ? "a function" : options.rule,
-      "\nmeasure_every=", options.measure_every, "\nhold=", options.hold,
-      "\neval_frozen=", options.eval_frozen, "\n", layers.size(), " layers");
+  std::string text =
+      c10::str("alpha=", options.alpha, "\nrule=", options.choose ? "a function" : options.rule,
+               "\nmeasure_every=", options.measure_every, "\nhold=", options.hold,
+               "\neval_frozen=", options.eval_frozen, "\n", layers.size(), " layers");
   for (const std::string& layer : layers) text += "\n'" + layer + "'";
   return text;
 }
@@ -129,8 +129,9 @@ void FreezeCourse::measure(const std::vector<std::vector<GradNormPart>>& parts) 
 }
 
 std::string FreezeCourse::text() const {
-  return c10::str("frozen now: ", state_.frozen, "\nfrozen behind each advance(): ",
-                  joined(state_.history), "\nsteps measured: ", measured_);
+  return c10::str("frozen now: ", state_.frozen,
+                  "\nfrozen behind each advance(): ", joined(state_.history),
+                  "\nsteps measured: ", measured_);
 }
 
 // The norm of all gradients measured, for an interval's are summed up once, as squares.

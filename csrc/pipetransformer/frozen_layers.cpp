@@ -84,7 +84,8 @@ void deal_out(const GradNormPart& part, LayerOf& layer_of, std::vector<Parts>& f
 std::unordered_set<const at::TensorImpl*> stepped_by(const torch::optim::Optimizer& optimizer) {
   std::unordered_set<const at::TensorImpl*> found;
   for (const auto& group : optimizer.param_groups())
-    for (const at::Tensor& parameter : group.params()) found.insert(parameter.unsafeGetTensorImpl());
+    for (const at::Tensor& parameter : group.params())
+      found.insert(parameter.unsafeGetTensorImpl());
   return found;
 }
 
@@ -159,8 +160,8 @@ std::shared_ptr<Communicator> FrozenLayers::ranks_of(Module& model) {
 }
 
 void FrozenLayers::refuse(const std::string& got, const std::string& next_step) const {
-  C10_THROW_ERROR(
-      ValueError, error_text("freeze", got, ranks_ ? ranks_->rank_of() : RankOf{}, next_step));
+  C10_THROW_ERROR(ValueError,
+                  error_text("freeze", got, ranks_ ? ranks_->rank_of() : RankOf{}, next_step));
 }
 
 // The list of modules that has most parameters.
@@ -282,8 +283,7 @@ void FrozenLayers::check_found() const {
 void FrozenLayers::check_shared() const {
   std::unordered_map<const at::TensorImpl*, Parameter> seen;
   for (const Parameter& parameter : parameters()) {
-    const auto [first, is_new] =
-        seen.emplace(parameter.tensor.unsafeGetTensorImpl(), parameter);
+    const auto [first, is_new] = seen.emplace(parameter.tensor.unsafeGetTensorImpl(), parameter);
     if (is_new || first->second.layer == parameter.layer || !parameter.tensor.requires_grad())
       continue;
     refuse("got parameter '" + first->second.name + "', which is '" + parameter.name +

@@ -42,8 +42,8 @@ struct TRIREME_API FreezeLayer {
 // decides nothing.
 class TRIREME_API FrozenLayers {
  public:
-  // `evaluates`: whether modes of layers will be set. Throws ValueError; see Freeze. No collective, but for a pipeline, whose ranks tell each other
-  // which layers they have.
+  // `evaluates`: whether modes of layers will be set. Throws ValueError; see Freeze. No collective,
+  // but for a pipeline, whose ranks tell each other which layers they have.
   FrozenLayers(std::shared_ptr<torch::nn::Module> model, const std::vector<FreezeLayer>& layers,
                torch::optim::Optimizer* optimizer, bool evaluates);
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -38,9 +37,7 @@ class ActivationCache:
             memory; no such memory.
     """
 
-    def __init__(
-        self, samples: int, bytes: int, group: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, samples: int, bytes: int, group: dist.ProcessGroup | None = None) -> None:
         for name, number in (("samples", samples), ("bytes", bytes)):
             AREA.expect(name, number, int, "a whole number", next_step="Pass a number.")
         self.group: dist.ProcessGroup | None = None

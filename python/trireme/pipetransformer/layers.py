@@ -203,9 +203,7 @@ class Layers:
 
     def _check_shared(self) -> None:
         seen: dict[int, _Parameter] = {}
-        elsewhere = (
-            self.inner.names_in_whole() if isinstance(self.inner, StagedModule) else {}
-        )
+        elsewhere = self.inner.names_in_whole() if isinstance(self.inner, StagedModule) else {}
         for one in self.parameters():
             first = seen.setdefault(id(one.tensor), one)
             other = elsewhere.get(one.name)

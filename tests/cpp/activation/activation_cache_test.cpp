@@ -1,6 +1,7 @@
 // Outputs of frozen layers in the memory of a host.
 
 #include <trireme/activation/activation_cache.h>
+
 #include <trireme/activation/cached_prefix.h>
 
 #include <torch/nn.h>
@@ -150,8 +151,8 @@ TEST_CASE("what a prefix refuses") {
   };
   const at::Tensor ids = torch::arange(2);
   refuses("got parameter 'layers.0.weight' that is trained", Sequential(Linear(4, 4)), ids);
-  refuses("got 'layers.1', a torch::nn::DropoutImpl in training mode", Sequential(Tanh(), Dropout()),
-          ids);
+  refuses("got 'layers.1', a torch::nn::DropoutImpl in training mode",
+          Sequential(Tanh(), Dropout()), ids);
   refuses("got id 12, expected 0 to 11", Sequential(Tanh()), ids + 11);
   refuses("got ids of Float", Sequential(Tanh()), torch::ones({2}));
 }

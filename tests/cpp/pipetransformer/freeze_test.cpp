@@ -1,6 +1,7 @@
 // Freeze over C++ modules: every strategy against one process that freezes alike.
 
 #include <trireme/pipetransformer/freeze.h>
+
 #include <trireme/strategies/ddp/distributed_data_parallel.h>
 #include <trireme/strategies/fsdp/fully_shard.h>
 #include <trireme/strategies/pipeline/pipeline.h>
@@ -99,9 +100,10 @@ Run ddp(ThreadRank& rank, const FreezeOptions& given) {
   DistributedDataParallel<Sequential> model(net, rank.communicator);
   AdamW optimizer(net->parameters(), options());
   Freeze freeze(model, {}, given, &optimizer);
-  const Counts history = train(
-      freeze, {[&](int64_t step) { loss_of(model->forward(batch_of(step, rank.where))).backward(); },
-               [&] { optimizer.step(); }, [&] { optimizer.zero_grad(); }});
+  const Counts history =
+      train(freeze,
+            {[&](int64_t step) { loss_of(model->forward(batch_of(step, rank.where))).backward(); },
+             [&] { optimizer.step(); }, [&] { optimizer.zero_grad(); }});
   return {history, net->parameters()};
 }
 
@@ -135,10 +137,9 @@ Run sharded(ThreadRank& rank, FreezeOptions given) {
   AdamW optimizer(model->parameters(), options());
   Freeze freeze(model, {"0", "1", "2", "3", "4"}, std::move(given), &optimizer);
   const Counts history =
-      train(freeze, {[&](int64_t step) {
-                       loss_of(model->forward(batch_of(step, rank.where))).backward();
-                     },
-                     [&] { trireme::step(optimizer); }, [&] { optimizer.zero_grad(); }});
+      train(freeze,
+            {[&](int64_t step) { loss_of(model->forward(batch_of(step, rank.where))).backward(); },
+             [&] { trireme::step(optimizer); }, [&] { optimizer.zero_grad(); }});
   model->unshard();
   Values values;
   for (const at::Tensor& value : plain->parameters()) values.push_back(value.detach().clone());
@@ -250,8 +251,9 @@ TEST_CASE("what Freeze refuses") {
   AdamW foreign(make_net()->parameters());
   refuses("got an optimizer without '0.weight'", [&] { Freeze(net, {}, {}, &foreign); });
   Sequential tied = make_net();
-  tied->ptr<torch::nn::LinearImpl>(3)->weight = tied->ptr<torch::nn::LinearImpl>(3)
-      ->register_parameter("again", tied->ptr<torch::nn::LinearImpl>(1)->weight);
+  tied->ptr<torch::nn::LinearImpl>(3)->weight =
+      tied->ptr<torch::nn::LinearImpl>(3)->register_parameter(
+          "again", tied->ptr<torch::nn::LinearImpl>(1)->weight);
   refuses("got parameter '1.weight', which is '3.again' as well", [&] { Freeze(tied); });
 }
 

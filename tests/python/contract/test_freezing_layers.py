@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,11 +22,9 @@ def deep() -> nn.Module:
     torch.manual_seed(11)
     widths = [6, 13, 7, 5, 9, 3]
     layers: list[nn.Module] = []
-    for before, behind in zip(widths, widths[1:], strict=False):
+    for before, behind in pairwise(widths):
         layers += [nn.Linear(before, behind), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
-
-
 
 
 def train(
@@ -77,6 +76,4 @@ def test_layers_freeze_as_in_one_process(rank: int, strategy: Strategy) -> None:
         for step in range(2):
             train(strategy, trainings, freezes, 20 + step)
         parameters = dict(trainings[0].model.named_parameters())
-        assert all(
-            one.requires_grad != name.startswith("0.") for name, one in parameters.items()
-        )
+        assert all(one.requires_grad != name.startswith("0.") for name, one in parameters.items())

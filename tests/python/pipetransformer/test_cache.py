@@ -17,6 +17,7 @@ from torch.nn import functional
 from harness.faults import RANKLESS_FORM, in_case, raises
 from pipetransformer.counted_layers import DATA, SAMPLES, Counting, counts, frozen_layers, run
 
+
 def cache(samples: int = SAMPLES, bytes: int = 1 << 16) -> trireme.ActivationCache:
     return trireme.ActivationCache(samples, bytes)
 
@@ -195,7 +196,10 @@ class Mean(nn.Module):
         return x.mean(0)
 
 
-def call(*given: nn.Module, x: Any = DATA[:2], ids: Any = torch.arange(2)) -> Any:
+TWO = torch.arange(2)
+
+
+def call(*given: nn.Module, x: Any = DATA[:2], ids: Any = TWO) -> Any:
     return trireme.CachedPrefix(given, cache())(x, ids)
 
 

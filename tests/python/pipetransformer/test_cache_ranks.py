@@ -118,8 +118,6 @@ def test_layers_that_freeze_grow_the_prefix(rank: int) -> None:
     assert depths == [[12, 12], [0, 0, 12], [0, 0, 0]]
 
 
-
-
 @on_shm_ranks(2)
 def test_a_pipeline_has_it_as_its_first_layer(rank: int) -> None:
     reached = []
