@@ -199,35 +199,39 @@ def change(config: Mapping[str, Any]) -> Message:
 def reads(config: Mapping[str, Any]) -> Message:
     """us of a row from the cache, by its bytes, beside a copy of a row; and the memory of the
     cache, shared pages counted by their share, beside the bytes of its entries."""
-    samples, found = config["samples"], []
-    for floats in config["row_floats"]:
-        cache = trireme.ActivationCache(samples, samples * (4 * floats + 64) + 4096)
-        prefix = trireme.CachedPrefix([nn.Embedding(1, floats).requires_grad_(False)], cache)
-        ids = torch.arange(samples)
-        tokens = torch.zeros(samples, dtype=torch.long)
-        source = prefix(tokens, ids)
-        dist.barrier()
-        target = torch.empty_like(source)
+    given = (config["samples"], config["rounds"])
+    return {"rows": [_reads_of(floats, *given) for floats in config["row_floats"]]}
 
-        def per_row(call: Callable[[], object]) -> float:
+
+def _reads_of(floats: int, samples: int, rounds: int) -> Message:
+    cache = trireme.ActivationCache(samples, samples * (4 * floats + 64) + 4096)
+    layers = [nn.Embedding(1, floats).requires_grad_(False)]
+    prefix = trireme.CachedPrefix(layers, cache, always=True)
+    ids = torch.arange(samples)
+    tokens = torch.zeros(samples, dtype=torch.long)
+    source = prefix(tokens, ids)
+    dist.barrier()
+
+    def per_row(call: Callable[[], object]) -> float:
+        call()
+        taken = []
+        for _ in range(rounds):
+            begin = time.perf_counter()
             call()
-            taken = []
-            for _ in range(config["rounds"]):
-                begin = time.perf_counter()
-                call()
-                taken.append((time.perf_counter() - begin) * 1e6 / samples)
-            return statistics.median(taken)
+            taken.append((time.perf_counter() - begin) * 1e6 / samples)
+        return statistics.median(taken)
 
-        read = per_row(lambda: prefix(tokens, ids))  # noqa: B023
-        copy = per_row(lambda: torch.empty_like(source).copy_(source))  # noqa: B023
-        assert torch.equal(target.copy_(prefix(tokens, ids)), source)
-        found.append({"bytes": 4 * floats, "read_us": read, "copy_us": copy})
-        dist.barrier()
-        shared = _pss_of_shared_memory()
-        found[-1] |= {"pss": shared, "entries": samples * 4 * floats}
-        del cache, prefix, source, target
-        dist.barrier()
-    return {"rows": found}
+    found: Message = {
+        "bytes": 4 * floats,
+        "entries": samples * 4 * floats,
+        "read_us": per_row(lambda: prefix(tokens, ids)),
+        "copy_us": per_row(lambda: torch.empty_like(source).copy_(source)),
+    }
+    assert torch.equal(prefix(tokens, ids), source) and cache.stats().misses <= samples
+    dist.barrier()
+    found["pss"] = _pss_of_shared_memory()
+    dist.barrier()
+    return found
 
 
 def _pss_of_shared_memory() -> int:
