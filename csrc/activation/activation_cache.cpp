@@ -18,19 +18,19 @@
 namespace trireme {
 namespace {
 
-constexpr int64_t kAlignBytes = 64;
+constexpr int64_t kEntryAlignBytes = 64;
 constexpr size_t kMostDims = 16;
 // States of the form in the head. A rank that dies while it writes the form leaves it unknown.
 constexpr uint64_t kUnknown = 0;
 constexpr uint64_t kBeingWritten = 1;
 constexpr uint64_t kKnown = 2;
 
-int64_t aligned(int64_t bytes) { return (bytes + kAlignBytes - 1) / kAlignBytes * kAlignBytes; }
+int64_t padded(int64_t bytes) { return (bytes + kEntryAlignBytes - 1) / kEntryAlignBytes * kEntryAlignBytes; }
 
 }  // namespace
 
 // Zeros are a head without a form.
-struct alignas(kAlignBytes) ActivationCache::Head {
+struct alignas(kEntryAlignBytes) ActivationCache::Head {
   std::atomic<uint64_t> state;
   std::atomic<uint64_t> is_off;
   int64_t dims;
@@ -41,7 +41,7 @@ struct alignas(kAlignBytes) ActivationCache::Head {
 };
 
 // Zeros are a record of nothing.
-struct alignas(kAlignBytes) ActivationCache::Record {
+struct alignas(kEntryAlignBytes) ActivationCache::Record {
   std::atomic<uint64_t> sequence;
   std::atomic<uint64_t> input;
   std::atomic<uint64_t> layers;
@@ -65,7 +65,7 @@ ActivationCache::ActivationCache(int64_t samples, int64_t bytes,
       refuse(c10::str("got ", found->first, " on rank 0, ", found->other, " on rank ", found->rank),
              "Give all ranks the same.");
   }
-  const int64_t least = static_cast<int64_t>(sizeof(Head) + sizeof(Record)) + kAlignBytes;
+  const int64_t least = static_cast<int64_t>(sizeof(Head) + sizeof(Record)) + kEntryAlignBytes;
   if (samples < 1)
     refuse(c10::str("got ", samples, " samples, expected 1 or more"),
            "Pass the number of samples of the data set.");
@@ -104,7 +104,7 @@ ActivationCache::Record& ActivationCache::record(int64_t id) const {
 std::byte* ActivationCache::row(int64_t id) const {
   const Head& form = head();
   return data_ + sizeof(Head) + static_cast<size_t>(form.entries) * sizeof(Record) +
-         static_cast<size_t>(id * aligned(form.row_bytes));
+         static_cast<size_t>(id * padded(form.row_bytes));
 }
 
 std::optional<CacheForm> ActivationCache::form() const {
@@ -116,7 +116,7 @@ std::optional<CacheForm> ActivationCache::form() const {
 
 void ActivationCache::set_form(const CacheForm& form) {
   const auto row_bytes = static_cast<int64_t>(form.bytes());
-  const int64_t each = static_cast<int64_t>(sizeof(Record)) + aligned(row_bytes);
+  const int64_t each = static_cast<int64_t>(sizeof(Record)) + padded(row_bytes);
   const int64_t entries = (bytes_ - static_cast<int64_t>(sizeof(Head))) / each;
   if (form.sizes.size() > kMostDims)
     refuse(c10::str("got rows of ", form.sizes.size(), " dimensions, expected at most ", kMostDims),

@@ -28,7 +28,7 @@ class Stopwatch {
   std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
 };
 
-uint64_t hash_of_text(const std::string& text) { return hash_of_bytes(text.data(), text.size()); }
+uint64_t text_hash(const std::string& text) { return hash_of_bytes(text.data(), text.size()); }
 
 uint64_t joined(const std::vector<uint64_t>& hashes) {
   return hash_of_bytes(hashes.data(), hashes.size() * sizeof(uint64_t));
@@ -88,12 +88,12 @@ void PrefixCache::hash_layers(const std::vector<PrefixTensor>& tensors) {
   hashes_.clear();
   uint64_t hash = 0;
   for (size_t layer = 0; layer < layers_.size(); ++layer) {
-    std::vector<uint64_t> parts{hash, hash_of_text(layers_[layer])};
+    std::vector<uint64_t> parts{hash, text_hash(layers_[layer])};
     for (const PrefixTensor& one : tensors) {
       if (one.layer != layer) continue;
       std::string what = c10::str(one.name.substr(one.name.find('.') + 1), " ",
                                   one.tensor.scalar_type(), " ", one.tensor.sizes());
-      parts.push_back(hash_of_text(what));
+      parts.push_back(text_hash(what));
       parts.push_back(hash_of_values(one.tensor));
     }
     hashes_.push_back(hash = joined(parts));

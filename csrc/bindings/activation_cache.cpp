@@ -18,9 +18,9 @@ namespace trireme {
 namespace {
 
 namespace py = pybind11;
-using Tensors = std::vector<std::tuple<size_t, std::string, at::Tensor, bool>>;
+using GivenTensors = std::vector<std::tuple<size_t, std::string, at::Tensor, bool>>;
 
-std::vector<PrefixTensor> prefix_tensors(Tensors given) {
+std::vector<PrefixTensor> prefix_tensors(GivenTensors given) {
   std::vector<PrefixTensor> tensors;
   for (auto& [layer, name, tensor, is_parameter] : given)
     tensors.push_back({layer, std::move(name), std::move(tensor), is_parameter});
@@ -59,7 +59,7 @@ void bind_activation_cache(py::module_& module) {
            py::arg("cache"), py::arg("layers"), py::arg("always"))
       .def("forward",
            wrap_pybind_function_no_gil([](PrefixCache& cache, const at::Tensor& input,
-                                          const at::Tensor& ids, Tensors tensors, const Run& run) {
+                                          const at::Tensor& ids, GivenTensors tensors, const Run& run) {
              return cache.forward(input, ids, prefix_tensors(std::move(tensors)), run);
            }),
            py::arg("input"), py::arg("ids"), py::arg("tensors"), py::arg("run"));
