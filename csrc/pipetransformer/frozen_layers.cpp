@@ -187,7 +187,7 @@ std::vector<FreezeLayer> FrozenLayers::all_layers() const {
 void FrozenLayers::add(const FreezeLayer& layer) {
   Layer made;
   const auto modules = inner_->named_modules("", /*include_self=*/false);
-  const auto take = [&made](const std::string& name, const std::shared_ptr<Module>& module) {
+  const auto take = [&](const std::string& name, const std::shared_ptr<Module>& module) {
     made.name += (made.name.empty() ? "" : " + ") + name;
     made.prefixes.push_back(name + ".");
     if (!module) return;
@@ -321,9 +321,13 @@ std::vector<Parts> FrozenLayers::gradients(int64_t frozen) const {
     }
   }
   for (const GradNormPart& part : parts) deal_out(part, layer_of, found);
-  for (const auto& [layer, gradient] : whole)
-    if (layer_of.count(gradient.unsafeGetTensorImpl()) > 0)
-      found[layer].push_back({{gradient}, gradient.device()});
+  for (const auto& [layer, gradient] : whole) {
+    if (layer_of.count(gradient.unsafeGetTensorImpl()) == 0) continue;
+    GradNormPart part;
+    part.device = gradient.device();
+    part.gradients = {gradient};
+    found[layer].push_back(std::move(part));
+  }
   return found;
 }
 
