@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
 
 from trireme import _C
+from trireme._C import GradNormPart
 from trireme._core.agreement import raised_on_all
 from trireme._core.grad_parts import GradParts
 from trireme._core.owners import ShardedOptimizer, StagedModule
@@ -78,9 +79,10 @@ class Layers:
 
         return raised_on_all(ranks, ranks.device, refuse)
 
-    def _refuse(self, got: str, next_step: str, kind: type[Exception] = ValueError) -> None:
-        where = {} if self.ranks is None else {"rank": self.ranks.rank, "world": self.ranks.world}
-        FREEZE.refuse(got, next_step, kind=kind, **where)
+    def _refuse(self, got: str, next_step: str, kind: type[Exception] = ValueError) -> NoReturn:
+        ranks = self.ranks or _C.lone_communicator()
+        rank, world = (-1, -1) if self.ranks is None else (ranks.rank, ranks.world)
+        FREEZE.refuse(got, next_step, kind=kind, rank=rank, world=world)
 
     # which layers there are
 
@@ -119,7 +121,7 @@ class Layers:
         if not is_staged and self._module(one) is None:
             got = f"got {one!r} as a layer, expected the name of a module in the model"
             self._refuse(got, "Use the names of named_modules(), without those of wrappers.")
-        return str(one)
+        return one
 
     def _module(self, name: str) -> nn.Module | None:
         try:
@@ -142,7 +144,7 @@ class Layers:
     def _all_layers(self, have_parameters: set[str]) -> list[list[str]]:
         """Those of ``repeated_layers``; one without parameters goes with the one in front of it."""
         if isinstance(self.inner, StagedModule):
-            stages: Any = self.inner.stages  # type: ignore[attr-defined]
+            stages: Any = self.inner.stages
             names = [name for stage in stages for name in stage.layers]
         else:
             where, found = repeated_layers(self.inner)
@@ -236,7 +238,7 @@ class Layers:
         """Whether this rank trains nothing but layers."""
         return not any(one.layer is None and one.tensor.requires_grad for one in self.parameters())
 
-    def gradients(self, frozen: int) -> list[list[_C.GradNormPart]]:
+    def gradients(self, frozen: int) -> list[list[GradNormPart]]:
         """What this rank has of the gradients of each layer behind the first ``frozen`` ones."""
         found = [GradParts() for _ in self.names]
         seen: set[int] = set()
@@ -275,7 +277,7 @@ class Layers:
     def _forget(self, parameter: torch.Tensor) -> None:
         optimizer = self._optimizer
         if isinstance(optimizer, ShardedOptimizer):
-            optimizer.optim.state.pop(optimizer._shards.get(parameter), None)
+            optimizer.optim.state.pop(optimizer._shards[parameter], None)
         elif optimizer is not None:
             optimizer.state.pop(parameter, None)
 
@@ -297,8 +299,8 @@ class Layers:
         while len(self._modes) > count:
             for hook in self._hooks.pop():
                 hook.remove()
-            for module, mode in self._modes.pop().items():
-                module.training = mode and self.inner.training
+            for one, mode in self._modes.pop().items():
+                one.training = mode and self.inner.training
         for prefixes in self._prefixes[len(self._modes) : count]:
             found = [module for name in prefixes if (module := self._module(name)) is not None]
             modules = {inner: inner.training for module in found for inner in module.modules()}

@@ -22,7 +22,7 @@ def ranks_of(model: nn.Module) -> Communicator | None:
         averaging, optimizer = averaging_module_of(parameter), optimizer_of(parameter)
         groups += [owner.process_group for owner in (averaging, optimizer) if owner is not None]
         if unit_of(parameter) is not None:
-            meshes.append(parameter.device_mesh)
+            meshes.append(getattr(parameter, "device_mesh", None))
     if meshes:
         groups.append(group_over([max(meshes, key=lambda mesh: mesh.size())]))
     found = [group for group in groups if isinstance(group, dist.ProcessGroup)]
