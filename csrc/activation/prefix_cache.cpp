@@ -176,7 +176,8 @@ void PrefixCache::expect_form(const at::Tensor& outputs) const {
   const auto known = cache_->form();
   const std::vector<int64_t> sizes = outputs.sizes().slice(1).vec();
   if (known && known->sizes != sizes)
-    refuse(c10::str("got rows of ", sizes, ", expected ", known->sizes, " as before"),
+    refuse(c10::str("got rows of ", at::IntArrayRef(sizes), ", expected ",
+                    at::IntArrayRef(known->sizes), " as before"),
            "Pad them to one size, or make a cache for each size.");
 }
 

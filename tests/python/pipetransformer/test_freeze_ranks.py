@@ -12,10 +12,10 @@ from torch.optim import AdamW
 
 import fsdp.ranks
 import zero.ranks
-from harness.faults import raises
+from harness.faults import RANKLESS_FORM, raises
 from harness.models import batch
 from harness.on_ranks import on_ranks, on_shm_ranks
-from harness.training import Training
+from harness.training import Training, alone
 from pipeline.ranks import tanh_layers, tied_layers
 
 
@@ -138,7 +138,7 @@ def test_what_one_rank_cannot_use(rank: int) -> None:
     with raises(ValueError, "got 'nothing' as a layer"):
         trireme.Freeze(training.net, names)
     torchs = torch.nn.parallel.DistributedDataParallel(layers())
-    with raises(ValueError, "got torch's DistributedDataParallel"):
+    with raises(ValueError, "got torch's DistributedDataParallel", form=RANKLESS_FORM):
         trireme.Freeze(torchs)
 
 
@@ -177,7 +177,7 @@ def test_norms_of_the_average_are_those_of_one_process(rank: int) -> None:
         seen.append(point.norms)
         return point.frozen
 
-    for make in (zero.ranks.alone, *STRATEGIES):
+    for make in (alone, *STRATEGIES):
         training = make(layers, AdamW, lr=0.01)
         freeze = trireme.Freeze(training.net, rule=look, measure_every=2)
         for number in range(3):
