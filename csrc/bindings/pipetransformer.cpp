@@ -26,8 +26,6 @@ void init_pipetransformer(py::module_& module) {
   using torch::wrap_pybind_function_no_gil;
   module.def("freeze_schedule", wrap_pybind_function(&freeze_schedule), py::arg("layers"),
              py::arg("alpha"), py::arg("epochs"));
-  module.def("frozen_by_gradient", wrap_pybind_function(&frozen_by_gradient), py::arg("point"),
-             py::arg("alpha"));
   py::class_<FreezePoint>(module, "FreezePoint")
       .def(
           py::init([](int64_t layers, int64_t frozen, int64_t interval, std::vector<double> norms) {
@@ -39,6 +37,8 @@ void init_pipetransformer(py::module_& module) {
       .def_readonly("frozen", &FreezePoint::frozen)
       .def_readonly("interval", &FreezePoint::interval)
       .def_readonly("norms", &FreezePoint::norms);
+  module.def("frozen_by_gradient", wrap_pybind_function(&frozen_by_gradient), py::arg("point"),
+             py::arg("alpha"));
   py::class_<FreezeCourse>(module, "FreezeCourse")
       .def(py::init([](std::vector<std::string> layers, double alpha, std::string rule,
                        Choose choose, int64_t measure_every, int64_t hold, bool eval_frozen,
