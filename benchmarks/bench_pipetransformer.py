@@ -55,7 +55,7 @@ class Effort:
 
 
 FULL = Effort(rounds=7, epochs=EPOCHS, steps=STEPS, blocks=9, samples=64, tiny=False)
-QUICK = Effort(rounds=1, epochs=3, steps=2, blocks=2, samples=4, tiny=True)
+QUICK = Effort(rounds=1, epochs=4, steps=2, blocks=2, samples=4, tiny=True)
 
 
 def main(command_line: Sequence[str] | None = None) -> int:

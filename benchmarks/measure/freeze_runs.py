@@ -204,7 +204,8 @@ def reads(config: Mapping[str, Any]) -> Message:
 
 
 def _reads_of(floats: int, samples: int, rounds: int) -> Message:
-    cache = trireme.ActivationCache(samples, samples * (4 * floats + 64) + 4096)
+    taken = samples * (4 * floats + 64) + 4096
+    cache = trireme.ActivationCache(samples, taken)
     torch.manual_seed(0)  # the same on both ranks
     layers = [nn.Embedding(1, floats).requires_grad_(False)]
     prefix = trireme.CachedPrefix(layers, cache, always=True)
@@ -215,12 +216,12 @@ def _reads_of(floats: int, samples: int, rounds: int) -> Message:
 
     def per_row(call: Callable[[], object]) -> float:
         call()
-        taken = []
+        times = []
         for _ in range(rounds):
             begin = time.perf_counter()
             call()
-            taken.append((time.perf_counter() - begin) * 1e6 / samples)
-        return statistics.median(taken)
+            times.append((time.perf_counter() - begin) * 1e6 / samples)
+        return statistics.median(times)
 
     found: Message = {
         "bytes": 4 * floats,
@@ -230,22 +231,24 @@ def _reads_of(floats: int, samples: int, rounds: int) -> Message:
     }
     assert torch.equal(prefix(tokens, ids), source) and cache.stats().misses <= samples
     dist.barrier()
-    found["pss"] = _pss_of_shared_memory()
+    found["pss"] = _pss_of_shared_memory(taken)
     dist.barrier()
     return found
 
 
-def _pss_of_shared_memory() -> int:
-    """Bytes of the largest run of Trireme's shared memory that this process maps."""
-    largest, own, is_ours = 0, 0, False
+def _pss_of_shared_memory(taken: int) -> int:
+    """Bytes of the smallest run of Trireme's shared memory of at least so many, by the share of
+    this process in them."""
+    found: dict[int, int] = {}
+    size = 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         word, *rest = line.split()
-        if "-" in word and not word.endswith(":"):
-            is_ours, own = "trireme" in line, 0
-        elif word == "Pss:" and is_ours:
-            own = int(rest[0]) * 1024
-            largest = max(largest, own)
-    return largest
+        if not word.endswith(":"):
+            begin, end = (int(address, 16) for address in word.split("-"))
+            size = end - begin if "trireme" in line else 0
+        elif word == "Pss:" and size >= taken:
+            found[size] = int(rest[0]) * 1024
+    return found[min(found)]
 
 
 MEASURED: dict[str, Callable[[Mapping[str, Any]], Message]] = {
