@@ -1,6 +1,8 @@
 #pragma once
 
 // All headers that a C++ program needs.
+#include <trireme/activation/activation_cache.h>
+#include <trireme/activation/cached_prefix.h>
 #include <trireme/activation/checkpoint.h>
 #include <trireme/activation/checkpoint_plan.h>
 #include <trireme/activation/checkpoint_sequential.h>
@@ -15,6 +17,7 @@
 #include <trireme/memory/memory_estimate.h>
 #include <trireme/optim/flat_optimizer.h>
 #include <trireme/optim/grad_norm.h>
+#include <trireme/pipetransformer/freeze.h>
 #include <trireme/saving/checkpoints.h>
 #include <trireme/saving/global_batch.h>
 #include <trireme/saving/module_checkpoint.h>

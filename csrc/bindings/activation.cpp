@@ -77,6 +77,7 @@ py::tuple as_tuple(const CheckpointPlan& plan) {
 void init_activation(py::module_& module) {
   use_python_hooks(module);
   py::class_<TensorPacker, c10::intrusive_ptr<TensorPacker>>(module, "TensorPacker");
+  bind_activation_cache(module);
   bind_partition(module);
   module.def("checkpoint", torch::wrap_pybind_function(&checkpoint), py::arg("forward"),
              py::arg("again"), py::arg("arguments"), py::arg("keywords"), py::arg("with_random"),

@@ -6,7 +6,8 @@
 // init_checkpoint() in saving/). Only this folder knows Python.
 namespace trireme {
 
-void bind_partition(pybind11::module_& module);     // a part of init_activation()
+void bind_activation_cache(pybind11::module_& module);  // parts of init_activation()
+void bind_partition(pybind11::module_& module);
 void bind_channels(pybind11::module_& module);      // a part of init_pipeline()
 void bind_global_batch(pybind11::module_& module);  // parts of init_checkpoint()
 void bind_pending_save(pybind11::module_& module);
@@ -33,6 +34,7 @@ void init_optim(pybind11::module_& module);
 void init_parameter_server(pybind11::module_& module);
 void init_pipeline(pybind11::module_& module);
 void init_pipeline_engine(pybind11::module_& module);
+void init_pipetransformer(pybind11::module_& module);
 void init_remote(pybind11::module_& module);
 void init_sync_batch_norm(pybind11::module_& module);
 void init_values(pybind11::module_& module);

@@ -30,6 +30,7 @@ PYBIND11_MODULE(_C, module) {
   trireme::init_sync_batch_norm(module);
   trireme::init_values(module);
   trireme::init_zero_state(module);
-  trireme::init_zero(module);       // tells of the above
-  trireme::init_grad_norm(module);  // takes optimizers of the above
+  trireme::init_zero(module);             // tells of the above
+  trireme::init_grad_norm(module);        // takes optimizers of the above
+  trireme::init_pipetransformer(module);  // takes what that makes
 }

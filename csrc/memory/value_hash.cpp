@@ -31,8 +31,11 @@ uint64_t word_at(const std::byte* bytes) {
 
 uint64_t hash_of_values(const at::Tensor& tensor) {
   const at::Tensor dense = resolved(tensor.detach().cpu()).contiguous();
-  const size_t bytes = dense.nbytes();
-  const auto* data = static_cast<const std::byte*>(dense.const_data_ptr());
+  return hash_of_bytes(dense.const_data_ptr(), dense.nbytes());
+}
+
+uint64_t hash_of_bytes(const void* first, size_t bytes) {
+  const auto* data = static_cast<const std::byte*>(first);
   std::array<uint64_t, kLanes> lanes{1, 2, 3, 4};
   size_t done = 0;
   for (; done + kLanes * kWordBytes <= bytes; done += kLanes * kWordBytes) {

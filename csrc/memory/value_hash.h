@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <cstdint>
 
 namespace trireme {
@@ -13,5 +14,8 @@ namespace trireme {
 // collision. `tensor`: dense, of any dtype, strides and device. Costs one pass over it, at the
 // speed of memory; a copy if it has gaps or is not on the CPU.
 TRIREME_API uint64_t hash_of_values(const at::Tensor& tensor);
+
+// Returns the hash of bytes that lie together, which is that of a tensor over them.
+TRIREME_API uint64_t hash_of_bytes(const void* data, size_t bytes);
 
 }  // namespace trireme

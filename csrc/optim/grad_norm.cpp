@@ -109,6 +109,29 @@ void check_norm_type(double norm_type, const std::vector<GradNormPart>& parts) {
 
 }  // namespace
 
+at::Tensor own_squares(const GradNormPart& part, int64_t world) {
+  const at::NoGradGuard no_grad;
+  const int64_t holders = (part.sharded_over ? part.sharded_over->world() : 1) *
+                          (part.stages ? part.stages->world() : 1);
+  TORCH_CHECK_VALUE(holders <= world,
+                    error_text("grad_norm",
+                               c10::str("got gradients that ", holders,
+                                        " ranks hold together, expected at most ", world),
+                               {}, "Shard them over the ranks that train the model."));
+  TensorList gradients;
+  for (const at::Tensor& one : part.gradients)
+    gradients.push_back(one.is_sparse() ? one.coalesce()._values() : one);
+  at::Tensor sum = at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(part.device));
+  for (const TensorList& list : alike(gradients)) {
+    const at::ScalarType dtype = list.front().scalar_type();
+    const bool is_low = dtype == at::kHalf || dtype == at::kBFloat16;
+    const auto norms = is_low ? at::_foreach_norm(list, 2, at::kFloat) : at::_foreach_norm(list, 2);
+    sum += at::stack(norms).to(sum.options()).square().sum();
+  }
+  // Each is counted by all ranks that have it.
+  return sum * (static_cast<double>(holders) / static_cast<double>(part.copies * world));
+}
+
 at::Tensor clip_grad_norm_(const std::vector<GradNormPart>& parts, const ClipOptions& options) {
   check_norm_type(options.norm_type, parts);
   const Combining how(options.norm_type);

@@ -24,6 +24,12 @@ struct GradNormPart {
   std::shared_ptr<Communicator> stages = nullptr;
 };
 
+// Returns the sum of the squares of the gradients that this rank counts, so that its sum over the
+// `world` ranks that train a model together is that of whole gradients: 0-dim, fp64, on the device
+// where they are. No collective. Throws ValueError for gradients of which other ranks than these
+// have the rest.
+TRIREME_API at::Tensor own_squares(const GradNormPart& part, int64_t world);
+
 struct ClipOptions {
   double max_norm = 1;
   double norm_type = 2;  // also 0 (not over sharded gradients), negative and infinite ones

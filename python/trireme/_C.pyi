@@ -12,8 +12,11 @@ import torch
 from torch._C._distributed_c10d import Backend, Work
 from torch.distributed.distributed_c10d import ProcessGroup, Store
 
+from trireme._c_activation import ActivationCache as ActivationCache
+from trireme._c_activation import CacheStats as CacheStats
 from trireme._c_activation import PartitionMemory as PartitionMemory
 from trireme._c_activation import PartitionPacker as PartitionPacker
+from trireme._c_activation import PrefixCache as PrefixCache
 from trireme._c_activation import StopRecomputation as StopRecomputation
 from trireme._c_activation import TensorPacker as TensorPacker
 from trireme._c_activation import checkpoint as checkpoint
@@ -46,6 +49,10 @@ from trireme._c_pipeline import partition as partition
 from trireme._c_pipeline import pipeline_loss as pipeline_loss
 from trireme._c_pipeline import pipeline_pool as pipeline_pool
 from trireme._c_pipeline import read_pipeline_schedule as read_pipeline_schedule
+from trireme._c_pipetransformer import FreezeCourse as FreezeCourse
+from trireme._c_pipetransformer import FreezePoint as FreezePoint
+from trireme._c_pipetransformer import freeze_schedule as freeze_schedule
+from trireme._c_pipetransformer import frozen_by_gradient as frozen_by_gradient
 from trireme._c_rounds import PrefixedSource as PrefixedSource
 from trireme._c_rounds import RoundOptions as RoundOptions
 from trireme._c_rounds import RoundPart as RoundPart

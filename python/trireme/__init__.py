@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         as_functional_optim,
     )
 
+    from trireme._activation.activation_cache import ActivationCache, CachedPrefix
     from trireme._activation.activation_costs import LayerCost, measure_activations
     from trireme._activation.checkpoint import (
         CheckpointError,
@@ -91,6 +92,7 @@ if TYPE_CHECKING:
         share_comm_ctx,
     )
     from trireme.local_sgd import DiLoCo, LocalSGD
+    from trireme.pipetransformer import Freeze, FreezePoint, freeze_schedule
     from trireme.scatter_gather import gather, scatter, scatter_kwargs
     from trireme.zero import ZeroRedundancyOptimizer
 
@@ -110,6 +112,7 @@ _LAZY = {
     "torch.distributed.optim": (
         *("DistributedOptimizer", "PostLocalSGDOptimizer", "as_functional_optim"),
     ),
+    "trireme._activation.activation_cache": ("ActivationCache", "CachedPrefix"),
     "trireme._activation.activation_costs": ("LayerCost", "measure_activations"),
     "trireme._activation.checkpoint": (
         *("CheckpointError", "CheckpointPolicy", "SelectiveCheckpointContext", "checkpoint"),
@@ -142,6 +145,7 @@ _LAZY = {
         *("register_fsdp_forward_method", "share_comm_ctx"),
     ),
     "trireme.local_sgd": ("DiLoCo", "LocalSGD"),
+    "trireme.pipetransformer": ("Freeze", "FreezePoint", "freeze_schedule"),
     "trireme.scatter_gather": ("gather", "scatter", "scatter_kwargs"),
     "trireme.zero": ("ZeroRedundancyOptimizer",),
 }
@@ -157,7 +161,9 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "ActivationCache",
     "CPUOffloadPolicy",
+    "CachedPrefix",
     "CheckpointError",
     "CheckpointPlan",
     "CheckpointPolicy",
@@ -171,6 +177,8 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedOptimizer",
     "FSDPModule",
+    "Freeze",
+    "FreezePoint",
     "GlobalBatch",
     "GradientReductionHandle",
     "HierarchicalModelAverager",
@@ -213,6 +221,7 @@ __all__ = [
     "create_selective_checkpoint_contexts",
     "data_parallel",
     "estimate_memory",
+    "freeze_schedule",
     "fully_shard",
     "gather",
     "get_logger",

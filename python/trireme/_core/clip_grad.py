@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,30 +11,11 @@ from torch.utils._foreach_utils import _device_has_foreach_support
 
 from trireme import _C
 from trireme._core.errors import Area
+from trireme._core.grad_parts import GradParts, in_shards
 from trireme._core.joined_steps import Clip, JoinedSteps
-from trireme._core.owners import StagedModule, local_of, optimizer_of, stages_of, unit_of
+from trireme._core.owners import StagedModule, optimizer_of, unit_of
 
 _AREA = Area("grad_norm")
-
-
-class _Over(NamedTuple):
-    """The ranks that shard, how many of them have the same part, where they talk; the ranks of a
-    pipeline."""
-
-    sharers: _C.Communicator | None
-    copies: int
-    device: torch.device
-    stages: _C.Communicator | None
-
-    def part(self, counted: list[torch.Tensor], elsewhere: list[torch.Tensor]) -> _C.GradNormPart:
-        return _C.GradNormPart(
-            counted,
-            device=self.device,
-            sharded_over=self.sharers,
-            copies=self.copies,
-            counted_elsewhere=elsewhere,
-            stages=self.stages,
-        )
 
 
 def clip_grad_norm_(
@@ -70,60 +51,33 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite; a sharded gradient was changed since backward;
             ``foreach=True`` on a device for which torch has no such implementation.
     """
-    cut_by_others = []
-    whole: list[torch.Tensor] = []
-    parts: dict[tuple[_C.Zero, _C.Communicator | None], list[int]] = {}
-    sharded: dict[_Over, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # counted here or not
-    cut_in_stages: dict[tuple[_Over, Any], list[torch.Tensor]] = {}  # has a list per mesh
+    stages = None
     if isinstance(parameters, StagedModule):
-        ranks = parameters.norm_over_stages()
-        # This rank may have no parameter.
-        sharded[_Over(None, 1, ranks.device, ranks)] = ([], [])
+        stages = parameters.norm_over_stages()  # this rank may have no parameter
         parameters = parameters.parameters()
     elif isinstance(parameters, nn.Module):
         got = f"got a {type(parameters).__name__}, expected parameters or a trireme.Pipeline"
         _AREA.refuse(got, "Pass its parameters().", kind=TypeError)
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     parameters = _shared_in_join(parameters, Clip(max_norm, norm_type, error_if_nonfinite))
+    found = GradParts(stages)
     for parameter in parameters:
-        optimizer = optimizer_of(parameter)
-        if optimizer is not None and optimizer.stage == 2:
-            number, index = optimizer._places[parameter]
-            found = stages_of(parameter)
-            over_stages = None if found is None else found.norm_over_stages()
-            parts.setdefault((optimizer._cores[number], over_stages), []).append(index)
-            continue
-        stages = stages_of(parameter)
-        over = _over(parameter)
-        is_cut_by_others = unit_of(parameter) is None and _is_cut(parameter)
-        if is_cut_by_others and over is None:
-            cut_by_others.append(parameter)
-        # On all ranks, also where this one has no gradient.
-        counted, elsewhere = (whole, whole) if over is None else sharded.setdefault(over, ([], []))
-        is_counted = stages is None or all(parameter is not copy for copy in stages.later_copies())
-        if parameter.grad is not None:
-            if foreach:
-                _expect_foreach_on(parameter.grad.device)
-            if is_cut_by_others and over is not None and is_counted:
-                mesh = getattr(parameter, "device_mesh", None)
-                cut_in_stages.setdefault((over, mesh), []).append(parameter.grad)
-                is_counted = False
-            (counted if is_counted else elsewhere).append(local_of(parameter.grad))
-    for (over, _), gradients in cut_in_stages.items():
-        sharded[over][0].append(_norm_by_torch(gradients, norm_type))
-    if cut_by_others:
-        if parts or sharded:
+        if foreach and parameter.grad is not None and not in_shards(parameter):
+            _expect_foreach_on(parameter.grad.device)
+        found.add(parameter)
+    if found.cut_by_others:
+        if found.are_sharded:
             _AREA.refuse(
-                f"got {len(cut_by_others)} parameters that torch has sharded beside such that "
-                "Trireme has, expected one kind",
+                f"got {len(found.cut_by_others)} parameters that torch has sharded beside such "
+                "that Trireme has, expected one kind",
                 "Shard all of them with trireme.fully_shard.",
             )
         clip = torch.nn.utils.clip_grad_norm_
         norm: Any = clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    held = [_C.GradNormPart(whole)] if whole else []
-    held += [_C.GradNormPart.of_zero(zero, its, ranks) for (zero, ranks), its in parts.items()]
-    held += [over.part(*gradients) for over, gradients in sharded.items()]
+    for gradients, own in found.cut_in_stages():
+        own.append(_norm_by_torch(gradients, norm_type))
+    held = found.parts()
     return _C.clip_grad_norm_(
         held,
         max_norm=float(max_norm),
@@ -169,21 +123,7 @@ def _expect_foreach_on(device: torch.device) -> None:
         _AREA.refuse(got, "Leave foreach out.", kind=RuntimeError)
 
 
-def _over(parameter: torch.Tensor) -> _Over | None:
-    unit, stages = unit_of(parameter), stages_of(parameter)
-    sharers = None if unit is None else unit.norm_over(parameter)
-    over_stages = None if stages is None else stages.norm_over_stages()
-    if sharers is not None:
-        return _Over(*sharers, over_stages)
-    return None if over_stages is None else _Over(None, 1, over_stages.device, over_stages)
-
-
 def _norm_by_torch(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """The norm of DTensors of one mesh: what counts in their place. Collective over the mesh."""
     norm: Any = torch.nn.utils.get_total_norm(gradients, norm_type)
     return norm.full_tensor().reshape(1)
-
-
-def _is_cut(parameter: torch.Tensor) -> bool:
-    """Whether it is a DTensor of which ranks have parts."""
-    return any(not placement.is_replicate() for placement in getattr(parameter, "placements", ()))

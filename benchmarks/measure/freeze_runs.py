@@ -1,0 +1,275 @@
+"""What freezing and its cache take: epochs of a GPT, single steps, reads of the cache.
+
+Run as a rank (`python -m measure.freeze_runs CONFIG`) it measures once and replies.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import trireme
+from models import Block, Gpt, PlainMlp
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from measure.ranks import Launch, Message, RankGroup
+from measure.worker import take_over_stdout
+
+RANKS = 2
+EPOCHS, STEPS, ALPHA = 6, 16, 1 / 3
+SIDES = ("ddp", "ddp+freeze", "ddp+freeze+cache")
+STRATEGIES = ("ddp", "zero2", "fully_shard")
+ROW_FLOATS = (1 << 14, 1 << 16, 1 << 18)  # of a cached row: 64 KiB, 256 KiB, 1 MiB
+
+
+def measure_freeze(what: str, **config: Any) -> list[Message]:
+    """What `what` is on each rank of fresh processes; see MEASURED."""
+    text = json.dumps({"what": what, **config})
+    with tempfile.TemporaryDirectory(prefix="bench") as scratch:
+        launch = Launch(what, "measure.freeze_runs", text, RANKS, 1, Path(scratch))
+        with RankGroup(launch) as group:
+            return group.replies()
+
+
+class Embedded(nn.Module):
+    """The first layer of a GPT: token ids in, activations out."""
+
+    def __init__(self, gpt: Gpt) -> None:
+        super().__init__()
+        self.tokens, self.positions = gpt.tokens, gpt.positions
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+
+
+class FromLayer(nn.Module):
+    """Layers of which the first ones may have been run elsewhere."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor, first: int = 0) -> Tensor:
+        for layer in self.layers[first:]:
+            x = layer(x)
+        return x
+
+
+def make_gpt(tiny: bool) -> tuple[FromLayer, list[list[str]], int, int]:
+    """The model, its layers to freeze, the length of its sequences and the rows of a rank."""
+    width, depth, heads, length, rows = (32, 4, 2, 16, 2) if tiny else (384, 8, 6, 128, 8)
+    torch.manual_seed(0)
+    gpt = Gpt(128, width, depth, heads, length)
+    blocks: list[nn.Module] = list(gpt.blocks)
+    assert all(isinstance(block, Block) for block in blocks)
+    model = FromLayer([Embedded(gpt), *blocks, nn.Sequential(gpt.norm, gpt.head)])
+    layers = [["layers.0", "layers.1"], *([f"layers.{i}"] for i in range(2, depth + 1))]
+    return model, layers, length, rows
+
+
+def epochs(config: Mapping[str, Any]) -> Message:
+    """Seconds, loss and hits of each epoch."""
+    model, layers, length, rows = make_gpt(config["tiny"])
+    steps = config["steps"]
+    samples = steps * rows * RANKS
+    data = torch.randint(128, (samples, length), generator=torch.Generator().manual_seed(1))
+    ddp = trireme.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    freeze = None
+    if config["side"] != "ddp":
+        options = {"rule": "schedule", "alpha": config["alpha"]}
+        freeze = trireme.Freeze(ddp, layers, optimizer=optimizer, **options)
+    row_bytes = length * model.layers[-1][0].normalized_shape[0] * 4
+    cache = None
+    if config["side"] == "ddp+freeze+cache":
+        cache = trireme.ActivationCache(samples, samples * (row_bytes + 64) + 4096)
+    prefix, first = None, 0
+    found: Message = {"seconds": [], "loss": [], "hits": [], "frozen": []}
+    for epoch in range(config["epochs"]):
+        order = torch.randperm(samples, generator=torch.Generator().manual_seed(epoch))
+        dist.barrier()
+        begin, total = time.perf_counter(), 0.0
+        for step in range(steps):
+            at = (step * RANKS + dist.get_rank()) * rows
+            ids = order[at : at + rows]
+            tokens = data[ids]
+            x = tokens if prefix is None else prefix(tokens, ids)
+            optimizer.zero_grad()
+            logits = ddp(x, first)
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            if freeze is not None:
+                freeze.step()
+            optimizer.step()
+            total += loss.item()
+        found["seconds"].append(time.perf_counter() - begin)
+        found["loss"].append(total / steps)
+        found["hits"].append(cache.stats().hits if cache is not None else 0)
+        found["frozen"].append(freeze.frozen if freeze is not None else 0)
+        if freeze is not None:
+            freeze.advance()
+            if cache is not None and freeze.frozen:
+                first = freeze.frozen + 1  # the embedding goes with the first block
+                prefix = trireme.CachedPrefix(list(model.layers)[:first], cache)
+    return found
+
+
+def _mlp(tiny: bool) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    width, depth, rows = (32, 8, 4) if tiny else (1024, 12, 8)
+    return PlainMlp(width, depth), torch.randn(rows, width)
+
+
+def off(config: Mapping[str, Any]) -> Message:
+    """ms of steps of `mlp` under DDP, plain and with a Freeze that freezes nothing."""
+    model, x = _mlp(config["tiny"])
+    ddp = trireme.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    freeze = trireme.Freeze(ddp, optimizer=optimizer)
+
+    def step(freezes: bool) -> float:
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        if freezes:
+            freeze.step()
+        optimizer.step()
+        return (time.perf_counter() - begin) * 1e3
+
+    times: dict[str, list[float]] = {"plain": [], "freeze": []}
+    for number in range(config["blocks"]):
+        sides = [("plain", False), ("freeze", True)]
+        for name, freezes in sides if number % 2 == 0 else sides[::-1]:
+            taken = [step(freezes) for _ in range(16)]
+            if number > 0:
+                times[name].append(statistics.mean(taken))
+    return times
+
+
+def change(config: Mapping[str, Any]) -> Message:
+    """ms of usual steps of `mlp`, and of the first one behind each of some changes."""
+    model, x = _mlp(config["tiny"])
+    net: nn.Module = model
+    optimizer: torch.optim.Optimizer
+    if config["strategy"] == "ddp":
+        net = trireme.DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    elif config["strategy"] == "zero2":
+        optimizer = trireme.ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, stage=2, lr=1e-3
+        )
+    else:
+        for block in model.blocks:
+            trireme.fully_shard(block)
+        trireme.fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    freeze = trireme.Freeze(net, rule=lambda point: point.frozen + 1, optimizer=optimizer)
+
+    def step() -> float:
+        dist.barrier()
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        freeze.step()
+        optimizer.step()
+        return (time.perf_counter() - begin) * 1e3
+
+    found: Message = {"usual": [], "first": []}
+    for _ in range(5):
+        step()
+    for _ in range(config["changes"]):
+        found["usual"].append(statistics.median(step() for _ in range(5)))
+        freeze.advance()
+        found["first"].append(step())
+        freeze.unfreeze()
+        for _ in range(3):
+            step()
+    return found
+
+
+def reads(config: Mapping[str, Any]) -> Message:
+    """us of a row from the cache, by its bytes, beside a copy of a row; and the memory of the
+    cache, shared pages counted by their share, beside the bytes of its entries."""
+    given = (config["samples"], config["rounds"])
+    return {"rows": [_reads_of(floats, *given) for floats in config["row_floats"]]}
+
+
+def _reads_of(floats: int, samples: int, rounds: int) -> Message:
+    taken = samples * (4 * floats + 64) + 4096
+    cache = trireme.ActivationCache(samples, taken)
+    torch.manual_seed(0)  # the same on both ranks
+    layers = [nn.Embedding(1, floats).requires_grad_(False)]
+    prefix = trireme.CachedPrefix(layers, cache, always=True)
+    ids = torch.arange(samples)
+    tokens = torch.zeros(samples, dtype=torch.long)
+    source = prefix(tokens, ids)
+    dist.barrier()
+
+    def per_row(call: Callable[[], object]) -> float:
+        call()
+        times = []
+        for _ in range(rounds):
+            begin = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - begin) * 1e6 / samples)
+        return statistics.median(times)
+
+    found: Message = {
+        "bytes": 4 * floats,
+        "entries": samples * 4 * floats,
+        "read_us": per_row(lambda: prefix(tokens, ids)),
+        "copy_us": per_row(lambda: torch.empty_like(source).copy_(source)),
+    }
+    assert torch.equal(prefix(tokens, ids), source) and cache.stats().misses <= samples
+    dist.barrier()
+    found["pss"] = _pss_of_shared_memory(taken)
+    dist.barrier()
+    return found
+
+
+def _pss_of_shared_memory(taken: int) -> int:
+    """Bytes of the smallest run of Trireme's shared memory of at least so many, by the share of
+    this process in them."""
+    found: dict[int, int] = {}
+    size = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        word, *rest = line.split()
+        if not word.endswith(":"):
+            begin, end = (int(address, 16) for address in word.split("-"))
+            size = end - begin if "trireme" in line else 0
+        elif word == "Pss:" and size >= taken:
+            found[size] = int(rest[0]) * 1024
+    return found[min(found)]
+
+
+MEASURED: dict[str, Callable[[Mapping[str, Any]], Message]] = {
+    "epochs": epochs,
+    "off": off,
+    "change": change,
+    "reads": reads,
+}
+
+
+def main() -> None:
+    replies = take_over_stdout()
+    config = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    context = trireme.init()
+    replies.write(json.dumps(MEASURED[config["what"]](config)) + "\n")
+    replies.flush()
+    sys.stdin.readline()
+    del context
+    trireme.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+#include <trireme/activation/cached_prefix.h>
+
+#include <trireme/common/error.h>
+
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/dropout.h>
+
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace trireme {
+namespace {
+
+using torch::nn::Module;
+
+template <typename... Modules>
+bool is_any_of(const Module& module) {
+  return ((dynamic_cast<const Modules*>(&module) != nullptr) || ...);
+}
+
+// Returns whether a module does something else in training mode, as far as torch's classes go.
+bool depends_on_mode(const Module& module) {
+  namespace nn = torch::nn;
+  return is_any_of<nn::DropoutImpl, nn::Dropout2dImpl, nn::Dropout3dImpl, nn::AlphaDropoutImpl,
+                   nn::FeatureAlphaDropoutImpl, nn::BatchNorm1dImpl, nn::BatchNorm2dImpl,
+                   nn::BatchNorm3dImpl, nn::RReLUImpl>(module);
+}
+
+std::vector<std::string> texts_of(const torch::nn::Sequential& layers) {
+  std::vector<std::string> texts;
+  for (const auto& layer : layers->children()) {
+    std::ostringstream text;
+    text << *layer;
+    texts.push_back(text.str());
+  }
+  return texts;
+}
+
+}  // namespace
+
+CachedPrefixImpl::CachedPrefixImpl(torch::nn::Sequential layers,
+                                   std::shared_ptr<ActivationCache> cache, bool always)
+    : layers_(register_module("layers", std::move(layers))),
+      outputs_(std::move(cache), texts_of(layers_), always) {}
+
+at::Tensor CachedPrefixImpl::run(size_t first, at::Tensor value) {
+  size_t number = 0;
+  for (auto layer = layers_->begin(); layer != layers_->end(); ++layer, ++number)
+    if (number >= first) value = layer->forward(std::move(value));
+  return value;
+}
+
+at::Tensor CachedPrefixImpl::forward(const at::Tensor& input, const at::Tensor& ids) {
+  std::vector<PrefixTensor> tensors;
+  size_t number = 0;
+  for (const auto& layer : layers_->named_children()) {
+    const std::string prefix = "layers." + layer.key();
+    for (const auto& inner : layer.value()->named_modules(prefix)) {
+      TORCH_CHECK_VALUE(!inner.value()->is_training() || !depends_on_mode(*inner.value()),
+                        error_text("cache",
+                                   "got '" + inner.key() + "', a " + inner.value()->name() +
+                                       " in training mode, expected evaluation mode",
+                                   {}, "Call eval() on the layers of the prefix."));
+    }
+    for (const auto& item : layer.value()->named_parameters())
+      tensors.push_back({number, prefix + "." + item.key(), item.value(), true});
+    for (const auto& item : layer.value()->named_buffers())
+      tensors.push_back({number, prefix + "." + item.key(), item.value(), false});
+    ++number;
+  }
+  return outputs_.forward(input, ids, tensors, [this](size_t first, const at::Tensor& from) {
+    return run(first, from);
+  });
+}
+
+}  // namespace trireme

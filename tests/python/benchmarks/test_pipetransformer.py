@@ -1,0 +1,63 @@
+"""benchmarks/bench_pipetransformer.py: small runs for real, and what is compared."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
+
+import bench_pipetransformer
+
+SECONDS = {
+    "ddp": [2.0, 2.0, 2.0],
+    "ddp+freeze": [2.0, 1.5, 1.0],
+    "ddp+freeze+cache": [2.0, 1.4, 0.4],
+}
+
+
+def made_up(what: str, **config: Any) -> list[dict[str, Any]]:
+    """Two ranks, of which the second one is slower."""
+    if what == "epochs":
+        seconds = SECONDS[config["side"]]
+        told = {"loss": [3.0, 2.0, 1.0], "hits": [0, 4, 8], "frozen": [0, 3, 5]}
+        return [{"seconds": [s / 2 for s in seconds], **told}, {"seconds": seconds, **told}]
+    if what == "off":
+        return [{"plain": [10.0, 10.0], "freeze": [10.0, 10.4]}] * 2
+    if what == "change":
+        return [{"usual": [10.0, 10.0], "first": [11.0, 13.0]}] * 2
+    row = {"bytes": 1 << 16, "read_us": 30.0, "copy_us": 20.0, "pss": 52, "entries": 100}
+    return [{"rows": [row] * 3}] * 2
+
+
+def test_what_is_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench_pipetransformer, "measure_freeze", made_up)
+    file = tmp_path / "pipetransformer.json"
+    assert bench_pipetransformer.main(["--json", str(file)]) == 0
+    results = json.loads(file.read_text())
+    assert results["epochs"]["last"]["median"] == pytest.approx(0.4)
+    assert results["epochs"]["whole"]["median"] == pytest.approx(3.8 / 4.5)
+    assert [row["hits"][-1] for row in results["epochs"]["rows"]] == [16, 16, 16]
+    assert results["off"]["ratio"]["median"] == pytest.approx(1.02)
+    assert results["change"][0]["ratio"]["median"] == pytest.approx(1.2)
+    assert results["reads"][0]["read"]["median"] == pytest.approx(1.5)
+    assert results["reads"][0]["memory"]["median"] == pytest.approx(1.04)
+
+
+def test_small_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench_pipetransformer, "STRATEGIES", ("zero2",))
+    file = tmp_path / "pipetransformer.json"
+    command = ["--quick", "--only", "epochs,off,change,reads", "--json", str(file)]
+    assert bench_pipetransformer.main(command) == 0
+    results = json.loads(file.read_text())
+    plain, frozen, cached = results["epochs"]["rows"]
+    assert plain["frozen"] == [0] * 4 and frozen["frozen"] == cached["frozen"] == [0, 2, 3, 3]
+    assert frozen["loss"] == pytest.approx(cached["loss"], rel=1e-5)
+    assert cached["hits"][-1] > 0 == frozen["hits"][-1]
+    assert [row["strategy"] for row in results["change"]] == ["zero2"]
+    (reads,) = results["reads"]
+    assert reads["memory"]["median"] < 1.1

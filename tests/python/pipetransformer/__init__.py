@@ -1,0 +1,1 @@
+"""Tests of freezing, and of what that makes cheaper."""
