@@ -15,6 +15,7 @@ from trireme._C import GradNormPart
 from trireme._core.agreement import raised_on_all
 from trireme._core.grad_parts import GradParts
 from trireme._core.owners import ShardedOptimizer, StagedModule
+from trireme._core.plain_model import plain_model
 from trireme.activation_estimate import repeated_layers
 from trireme.ddp import DistributedDataParallel
 from trireme.pipetransformer.areas import FREEZE
@@ -318,6 +319,5 @@ def _evaluate(module: nn.Module, _: Any) -> None:
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     """Without DistributedDataParallel, DataParallel and torch.compile."""
-    name = "module" if isinstance(model, TorchDDP | nn.DataParallel) else "_orig_mod"
-    inner = model._modules.get(name)
-    return model if inner is None else _unwrapped(inner)
+    plain = plain_model(model)
+    return _unwrapped(plain.module) if isinstance(plain, nn.DataParallel) else plain
