@@ -129,6 +129,7 @@ void init_comm(py::module_& module) {
       .def_property_readonly("world", &Communicator::world)
       .def_property_readonly("device", &Communicator::device)
       .def_property_readonly("failure", &Communicator::failure)
+      .def("announce_failure", torch::wrap_pybind_function_no_gil(&Communicator::announce_failure))
       .def("recover", torch::wrap_pybind_function_no_gil(&Communicator::recover));
 
   py::class_<CustomCommunicator, Communicator, std::shared_ptr<CustomCommunicator>>(

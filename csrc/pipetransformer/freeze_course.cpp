@@ -20,7 +20,8 @@ constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
 
 std::string joined(const std::vector<int64_t>& numbers) {
   std::string text;
-  for (const int64_t number : numbers) text += (text.empty() ? "" : " ") + std::to_string(number);
+  for (const int64_t number : numbers)
+    text.append(text.empty() ? "" : " ").append(std::to_string(number));
   return text.empty() ? "none" : text;
 }
 

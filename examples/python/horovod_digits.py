@@ -30,8 +30,8 @@ def main(steps: int = 100) -> None:
     net = nn.Sequential(nn.Linear(7, 32), nn.ReLU(), nn.Linear(32, 10))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())
-    for value in net.state_dict().values():
-        hvd.broadcast_(value, root_rank=0)
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
     torch.manual_seed(0)  # the same data on each rank, of which it takes its part
     for step in range(steps):

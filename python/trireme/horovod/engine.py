@@ -181,9 +181,12 @@ class Engine:
         What other ranks wait for this one with raises there, so that they come here, too.
 
         Raises:
-            HorovodInternalError: a rank is gone, or has not come within the group's timeout.
+            HorovodInternalError: a rank is gone, or has not come within the group's timeout; or
+                optimizers reduce gradients over Gloo, which does not go on after a failure.
         """
+        self.gradients.give_up(f"rank {self.rank} begins again")
         self.wait(self.issue(BEGIN_AGAIN, BEGIN_AGAIN, ALL_RANKS, [], lambda _: None))
+        self.gradients.begin_again()
 
     def stop_timeline(self) -> None:
         """Completes the file of the timeline, if there is one."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from trireme._C import Communicator, OptimizerGradients
 from trireme._core.group_communicator import communicator_of
+from trireme.horovod.errors import HorovodInternalError
 
 Tell = Callable[[int, int, int], None]
 """Takes the process set, the number of the gradients in it, and the step that has begun."""
@@ -60,6 +61,26 @@ class GradientGroups:
         group = self._groups.pop(set_id)
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
+
+    def give_up(self, why: str) -> None:
+        """Lets backwards of other ranks raise that wait for one of this rank."""
+        for set_id in self._users:
+            self._communicators[set_id].announce_failure(why)
+
+    def begin_again(self) -> None:
+        """Makes the groups work again that all their ranks have given up, and forgets backwards
+        without a step.
+
+        Raises:
+            HorovodInternalError: one cannot: those over Gloo.
+        """
+        for set_id, users in self._users.items():
+            communicator = self._communicators[set_id]
+            communicator.recover()
+            if communicator.failure is not None:
+                raise HorovodInternalError(communicator.failure)
+            for gradients in users:
+                gradients.forget_passes()
 
     def tell_begun(self, tell: Tell) -> None:
         """Calls ``tell`` with the step of each that began last, and for each from now on."""

@@ -100,6 +100,38 @@ def test_training_goes_on_from_the_last_commit() -> None:
     run_ranks(fail_sometimes, 2, timeout=60, fresh=True)
 
 
+def fail_beside_a_backward(rank: int) -> None:
+    """Rank 1 raises where rank 0 waits for its gradients in a backward."""
+    hvd.init()
+    results = []
+    for failing in ([2], []):
+        model = model_of(0)
+        optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1))
+        state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0)
+
+        @hvd.elastic.run
+        def train(state: hvd.elastic.TorchState, failing: list[int]) -> None:
+            while state.step < STEPS:
+                state.optimizer.zero_grad()
+                if rank == 1 and state.step in failing:
+                    failing.clear()
+                    raise hvd.HorovodInternalError("of rank 1 alone")
+                state.model(batch(rank, state.step)).square().sum().backward()
+                state.optimizer.step()
+                state.step += 1
+                state.commit()
+
+        train(state, failing)
+        assert state.step == STEPS
+        results.append({"model": state.model.state_dict(), "state": optimizer.state_dict()})
+    assert_close(*results)
+    hvd.shutdown()
+
+
+def test_gradients_of_an_optimizer_begin_again() -> None:
+    run_ranks(fail_beside_a_backward, 2, timeout=60, fresh=True)
+
+
 def fail_in_a_join(rank: int) -> None:
     """A rank that has joined, one that waits in a set, one in a barrier: all begin again."""
     hvd.init()
