@@ -254,7 +254,7 @@ TEST_CASE("what Freeze refuses") {
   tied->ptr<torch::nn::LinearImpl>(3)->weight =
       tied->ptr<torch::nn::LinearImpl>(3)->register_parameter(
           "again", tied->ptr<torch::nn::LinearImpl>(1)->weight);
-  refuses("got parameter '1.weight', which is '3.again' as well", [&] { Freeze(tied); });
+  refuses("got parameter '1.weight', which is '3.again' as well", [&] { Freeze(tied, {}); });
 }
 
 TEST_CASE("layers of a pipeline freeze on all ranks") {
