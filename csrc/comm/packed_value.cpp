@@ -60,6 +60,21 @@ Parts read_parts(const at::Tensor& bytes) {
   return parts;
 }
 
+// Returns a copy of each tensor: a small one does not keep all of them, and may be resized.
+std::vector<at::Tensor> read_tensors(const ArrivedTensors& came) {
+  TensorMessage message;
+  bool is_described = false;
+  try {
+    is_described = unpack_tensors(came, message);
+    for (at::Tensor& tensor : message.tensors)
+      if (tensor.defined()) tensor = tensor.clone();
+  } catch (const c10::Error&) {  // of strides that no tensor can have
+    is_described = false;
+  }
+  if (!is_described) refuse_packed("got bytes of a packed value that describe its tensors wrongly");
+  return std::move(message.tensors);
+}
+
 }  // namespace
 
 at::Tensor pack_value(const Value& value, const ValueOrigin& origin) {
@@ -92,16 +107,11 @@ Value unpack_value(const at::Tensor& bytes) {
   if (!description.empty())
     std::memcpy(description.data(), memory + parts.description_at(),
                 static_cast<size_t>(parts.description));
-  TensorMessage message;
   const ArrivedTensors came{description, {memory + parts.payload_at(), parts.payload, nullptr}};
-  if (!unpack_tensors(came, message))
-    refuse_packed("got bytes of a packed value that describe its tensors wrongly");
-  // A copy each: a small tensor does not keep all of them, and may be resized.
-  for (at::Tensor& tensor : message.tensors)
-    if (tensor.defined()) tensor = tensor.clone();
+  const std::vector<at::Tensor> tensors = read_tensors(came);
   const std::string_view text(reinterpret_cast<const char*>(memory + parts.text_at()),
                               static_cast<size_t>(parts.text));
-  return decode(text, message.tensors, [](const RefAddress&) -> RefPtr {
+  return decode(text, tensors, [](const RefAddress&) -> RefPtr {
     refuse_packed("got bytes of a packed value that have a Ref");
   });
 }

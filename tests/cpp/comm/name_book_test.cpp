@@ -156,7 +156,7 @@ TEST_CASE("What waits for a rank that begins again ends, and so does what others
   CHECK(say(book, 2, of_kind("barrier", "b", 4))[0].agreed.error.empty());  // of others
 
   CHECK(say(book, 0, again()).empty());
-  CHECK(say(book, 2, joined())[0].agreed.error == "rank 1 begins again");
+  CHECK(say(book, 2, joined())[0].agreed.error == "rank 0 begins again");  // the lowest of them
   decided = say(book, 2, again());
   REQUIRE(decided.size() == 1);
   CHECK(decided[0].agreed.operation.kind == NameBook::kBeginAgain);

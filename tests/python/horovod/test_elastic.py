@@ -162,6 +162,7 @@ def fail_in_a_join(rank: int) -> None:
         assert total.item() == 3
         if pair.included():
             assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=pair).item() == 2
+    hvd.barrier()  # rank 0, which orders operations of sets, stays until the last one
     hvd.shutdown()
 
 
