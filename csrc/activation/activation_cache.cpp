@@ -25,7 +25,9 @@ constexpr uint64_t kUnknown = 0;
 constexpr uint64_t kBeingWritten = 1;
 constexpr uint64_t kKnown = 2;
 
-int64_t padded(int64_t bytes) { return (bytes + kEntryAlignBytes - 1) / kEntryAlignBytes * kEntryAlignBytes; }
+int64_t padded(int64_t bytes) {
+  return (bytes + kEntryAlignBytes - 1) / kEntryAlignBytes * kEntryAlignBytes;
+}
 
 }  // namespace
 

@@ -59,7 +59,8 @@ void bind_activation_cache(py::module_& module) {
            py::arg("cache"), py::arg("layers"), py::arg("always"))
       .def("forward",
            wrap_pybind_function_no_gil([](PrefixCache& cache, const at::Tensor& input,
-                                          const at::Tensor& ids, GivenTensors tensors, const Run& run) {
+                                          const at::Tensor& ids, GivenTensors tensors,
+                                          const Run& run) {
              return cache.forward(input, ids, prefix_tensors(std::move(tensors)), run);
            }),
            py::arg("input"), py::arg("ids"), py::arg("tensors"), py::arg("run"));

@@ -117,7 +117,7 @@ void LowRank::finish() {
   if (!moved_.is_same(rights_)) rights_.copy_(moved_);
   for (const Matrix& matrix : matrices_) {
     const at::Tensor right = matrix.right.t();
-    at::Tensor mean = matrix.sum;  // takes its place
+    at::Tensor mean = matrix.sum;                  // takes its place
     if (has_finite_product(matrix.left, right)) {  // else what is kept stays
       KeptOfCode& kept = *matrix.gradient->kept;
       kept.basis = matrix.right.clone();

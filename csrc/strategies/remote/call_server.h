@@ -5,10 +5,10 @@
 #include <trireme/strategies/remote/batches.h>
 #include <trireme/strategies/remote/definitions.h>
 #include <trireme/strategies/remote/owned_module.h>
-#include <trireme/strategies/remote/value.h>
 #include <trireme/strategies/remote/ref_table.h>
 #include <trireme/strategies/remote/served_call.h>
 #include <trireme/strategies/remote/serving_threads.h>
+#include <trireme/strategies/remote/value.h>
 
 #include <cstdint>
 #include <exception>

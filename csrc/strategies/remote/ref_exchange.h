@@ -5,8 +5,8 @@
 #include <trireme/common/export.h>
 #include <trireme/common/fork_guard.h>
 #include <trireme/strategies/remote/deferred_destruction.h>
-#include <trireme/strategies/remote/value.h>
 #include <trireme/strategies/remote/ref_table.h>
+#include <trireme/strategies/remote/value.h>
 
 #include <cstdint>
 #include <memory>

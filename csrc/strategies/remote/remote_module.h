@@ -3,9 +3,9 @@
 #include <trireme/common/export.h>
 #include <trireme/kernels/optimizer_spec.h>
 #include <trireme/strategies/remote/hosted.h>
-#include <trireme/strategies/remote/value.h>
 #include <trireme/strategies/remote/rpc_agent.h>
 #include <trireme/strategies/remote/typed_values.h>
+#include <trireme/strategies/remote/value.h>
 
 #include <ATen/core/Tensor.h>
 

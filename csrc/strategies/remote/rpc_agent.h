@@ -8,9 +8,9 @@
 #include <trireme/strategies/remote/deferred_destruction.h>
 #include <trireme/strategies/remote/definitions.h>
 #include <trireme/strategies/remote/pending_call.h>
-#include <trireme/strategies/remote/value.h>
 #include <trireme/strategies/remote/ref_exchange.h>
 #include <trireme/strategies/remote/serving_threads.h>
+#include <trireme/strategies/remote/value.h>
 #include <trireme/strategies/remote/wire_messages.h>
 
 #include <atomic>
