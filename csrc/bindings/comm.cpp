@@ -129,7 +129,8 @@ void init_comm(py::module_& module) {
       .def_property_readonly("world", &Communicator::world)
       .def_property_readonly("device", &Communicator::device)
       .def_property_readonly("failure", &Communicator::failure)
-      .def("announce_failure", torch::wrap_pybind_function_no_gil(&Communicator::announce_failure))
+      .def("announce_failure", &Communicator::announce_failure,
+           py::call_guard<py::gil_scoped_release>())
       .def("recover", torch::wrap_pybind_function_no_gil(&Communicator::recover));
 
   py::class_<CustomCommunicator, Communicator, std::shared_ptr<CustomCommunicator>>(
