@@ -129,7 +129,7 @@ void init_comm(py::module_& module) {
       .def_property_readonly("world", &Communicator::world)
       .def_property_readonly("device", &Communicator::device)
       .def_property_readonly("failure", &Communicator::failure)
-      .def("announce_failure", &Communicator::announce_failure,
+      .def("announce_failure", &Communicator::announce_failure, py::arg("reason"),
            py::call_guard<py::gil_scoped_release>())
       .def("recover", torch::wrap_pybind_function_no_gil(&Communicator::recover));
 
