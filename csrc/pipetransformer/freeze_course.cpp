@@ -5,6 +5,7 @@
 #include <trireme/common/exception_text.h>
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <cmath>

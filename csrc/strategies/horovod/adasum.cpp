@@ -3,6 +3,7 @@
 #include <trireme/strategies/horovod/pass_counts.h>
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <utility>
 
