@@ -35,40 +35,50 @@ std::string describe(const std::vector<std::string>& layers, const FreezeOptions
   return text;
 }
 
+// Has all ranks compare what `say` returns. Throws what it throws, else the ranks' difference.
+void compare(const std::function<std::string()>& say,
+             const std::function<void(const std::string&)>& agree) {
+  std::string own;
+  std::exception_ptr error;
+  try {
+    own = say();
+  } catch (...) {
+    error = std::current_exception();
+    own = as_complaint(text_of(error));
+  }
+  try {
+    agree(own);
+  } catch (const c10::ValueError&) {
+    if (error) std::rethrow_exception(error);
+    throw;
+  }
+  if (error) std::rethrow_exception(error);
+}
+
 }  // namespace
 
 FreezeCourse::FreezeCourse(std::vector<std::string> layers, FreezeOptions options,
                            std::shared_ptr<Communicator> ranks)
     : options_(std::move(options)), ranks_(std::move(ranks)) {
   state_.layers = std::move(layers);
-  std::string own;
-  std::exception_ptr error;
-  try {
-    if (!(options_.alpha > 0 && options_.alpha < 1))
-      refuse(c10::str("got alpha ", options_.alpha, ", expected a number between 0 and 1"),
-             "Pass the share of the layers still trained that an interval freezes, as 1/3.");
-    if (state_.layers.empty()) refuse("got no layers", "Name them, from the input on.");
-    if (!options_.choose && options_.rule != "gradient" && options_.rule != "schedule")
-      refuse("got rule '" + options_.rule + "', expected 'gradient' or 'schedule'",
-             "Or pass a function.");
-    if (options_.measure_every < 1)
-      refuse(c10::str("got measure_every ", options_.measure_every, ", expected 1 or more"),
-             "Pass 1 to measure each step.");
-    if (options_.hold < 0)
-      refuse(c10::str("got hold ", options_.hold, ", expected 0 or more"),
-             "Pass 0 to freeze from the first interval on.");
-    own = describe(state_.layers, options_);
-  } catch (const std::exception&) {
-    error = std::current_exception();
-    own = as_complaint(text_of(error));
-  }
-  try {
-    agree(own, false);
-  } catch (const c10::ValueError&) {
-    if (error) std::rethrow_exception(error);
-    throw;
-  }
-  if (error) std::rethrow_exception(error);
+  compare(
+      [&] {
+        if (!(options_.alpha > 0 && options_.alpha < 1))
+          refuse(c10::str("got alpha ", options_.alpha, ", expected a number between 0 and 1"),
+                 "Pass the share of the layers still trained that an interval freezes, as 1/3.");
+        if (state_.layers.empty()) refuse("got no layers", "Name them, from the input on.");
+        if (!options_.choose && options_.rule != "gradient" && options_.rule != "schedule")
+          refuse("got rule '" + options_.rule + "', expected 'gradient' or 'schedule'",
+                 "Or pass a function.");
+        if (options_.measure_every < 1)
+          refuse(c10::str("got measure_every ", options_.measure_every, ", expected 1 or more"),
+                 "Pass 1 to measure each step.");
+        if (options_.hold < 0)
+          refuse(c10::str("got hold ", options_.hold, ", expected 0 or more"),
+                 "Pass 0 to freeze from the first interval on.");
+        return describe(state_.layers, options_);
+      },
+      [this](const std::string& own) { agree(own, false); });
   begin_interval();
 }
 
@@ -162,26 +172,16 @@ int64_t FreezeCourse::decide(const std::vector<double>& norms) {
 
 int64_t FreezeCourse::chosen(const FreezePoint& point) {
   int64_t frozen = 0;
-  std::string own;
-  std::exception_ptr error;
-  try {
-    frozen = options_.choose(point);
-    if (frozen < point.frozen || frozen > point.layers)
-      refuse(c10::str("got ", frozen, " layers from rule, expected ", point.frozen, " to ",
-                      point.layers),
-             "Use unfreeze() to train layers again.");
-    own = c10::str("layers that rule freezes: ", frozen);
-  } catch (...) {
-    error = std::current_exception();
-    own = as_complaint(text_of(error));
-  }
-  try {
-    agree(own, false);
-  } catch (const c10::ValueError&) {
-    if (error) std::rethrow_exception(error);
-    throw;
-  }
-  if (error) std::rethrow_exception(error);
+  compare(
+      [&] {
+        frozen = options_.choose(point);
+        if (frozen < point.frozen || frozen > point.layers)
+          refuse(c10::str("got ", frozen, " layers from rule, expected ", point.frozen, " to ",
+                          point.layers),
+                 "Use unfreeze() to train layers again.");
+        return c10::str("layers that rule freezes: ", frozen);
+      },
+      [this](const std::string& own) { agree(own, false); });
   return frozen;
 }
 
