@@ -35,7 +35,7 @@ std::string describe(const std::vector<std::string>& layers, const FreezeOptions
   return text;
 }
 
-// Has all ranks compare what `say` returns. Throws what it throws, else the ranks' difference.
+// Compares what `say` returns on all ranks. Throws what it throws, else how ranks differ.
 void compare(const std::function<std::string()>& say,
              const std::function<void(const std::string&)>& agree) {
   std::string own;
