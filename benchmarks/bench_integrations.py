@@ -47,7 +47,7 @@ def _bench(framework: str, quick: bool, results: dict[str, Any]) -> bool:
         )
     effort = QUICK if quick else FULL
     results[framework] = {
-        workload: bench_steps(framework, workload, effort) for workload in TARGETS
+        "steps": {workload: bench_steps(framework, workload, effort) for workload in TARGETS}
     }
     return True
 

@@ -25,7 +25,7 @@ def test_verdicts(
     monkeypatch.setattr(bench_integrations, "step_ms", made_up)
     file = tmp_path / "made_up.json"
     assert bench_integrations.main(["--only", "accelerate", "--json", str(file)]) == 0
-    found = json.loads(file.read_text())["accelerate"]
+    found = json.loads(file.read_text())["accelerate"]["steps"]
     assert found["mlp"]["ratio"]["median"] == pytest.approx(0.8)
     assert found["mlp"]["ratio"]["verdict"] != found["gpt-small-batch"]["ratio"]["verdict"]
     assert len(found["mlp"]["ours_ms"]) == 7
