@@ -6,6 +6,7 @@
 #include <cstring>
 #include <string_view>
 #include <tuple>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -164,6 +165,18 @@ using Isas = std::tuple<Baseline, Avx2, Avx512>;  // the fastest last
 using Isas = std::tuple<Baseline>;
 
 #endif  // __x86_64__
+
+// Returns what `loops_of` makes of each of these sets that the processor has, the fastest last. It
+// is called with an object of the set's type.
+template <typename Sets, typename LoopsOf>
+auto supported_loops(const LoopsOf& loops_of) {
+  std::vector<decltype(loops_of(Baseline()))> found;
+  const auto add = [&](auto isa) {
+    if (isa.supported()) found.push_back(loops_of(isa));
+  };
+  std::apply([&](auto... isas) { (add(isas), ...); }, Sets());
+  return found;
+}
 
 // Makes later ordinary stores visible only after the streamed ones before them.
 inline void stream_fence() {

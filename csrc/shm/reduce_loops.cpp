@@ -7,9 +7,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <tuple>
 #include <type_traits>
-#include <vector>
 
 // Loops are written once, as plain C++ that compilers vectorise, and compiled once per instruction
 // set (isa.h). Sources are folded two at a time, block by block through a buffer in the nearest
@@ -382,19 +380,16 @@ void reduce_by(void* dst, void* second, const ReduceRequest& request, bool strea
   if (second != nullptr && stream_second) cpu::stream_fence();
 }
 
-template <typename... Isa>
-std::vector<ReduceLoops> supported_among(std::type_identity<std::tuple<Isa...>>) {
-  std::vector<ReduceLoops> found;
-  ((Isa::supported() ? found.push_back({Isa::kName, &reduce_by<Isa>, &copy_streaming_by<Isa>})
-                     : void()),
-   ...);
-  return found;
+template <typename Isa>
+ReduceLoops reduce_loops_of(Isa /*isa*/) {
+  return {Isa::kName, &reduce_by<Isa>, &copy_streaming_by<Isa>};
 }
 
 }  // namespace
 
 std::span<const ReduceLoops> supported_reduce_loops() {
-  static const std::vector<ReduceLoops> loops = supported_among(std::type_identity<cpu::Isas>{});
+  static const auto loops =
+      cpu::supported_loops<cpu::Isas>([](auto isa) { return reduce_loops_of(isa); });
   return loops;
 }
 

@@ -6,8 +6,6 @@
 #include <bit>
 #include <cstring>
 #include <limits>
-#include <tuple>
-#include <vector>
 
 // Loops are written once, as plain C++ that compilers vectorise, and compiled once per instruction
 // set. No product is fused into a sum in this file: a residual is what is left of the very number
@@ -281,7 +279,7 @@ void decode_by(const BlockDecoding& blocks) {
 }
 
 template <typename Isa>
-BlockLoops loops_of() {
+BlockLoops block_loops_of(Isa /*isa*/) {
   constexpr BlockKind k8 = BlockKind::kInt8;
   constexpr BlockKind k4 = BlockKind::kInt4;
   constexpr BlockKind kS = BlockKind::kSign;
@@ -290,17 +288,10 @@ BlockLoops loops_of() {
           {decode_by<Isa, k8>, decode_by<Isa, k4>, decode_by<Isa, kS>}};
 }
 
-template <typename... SomeIsas>
-std::vector<BlockLoops> supported_of(std::tuple<SomeIsas...>* /*isas*/) {
-  std::vector<BlockLoops> found;
-  (..., (SomeIsas::supported() ? found.push_back(loops_of<SomeIsas>()) : void()));
-  return found;
-}
-
 }  // namespace
 
 std::span<const BlockLoops> supported_block_loops() {
-  static const std::vector<BlockLoops> supported = supported_of(static_cast<Isas*>(nullptr));
+  static const auto supported = supported_loops<Isas>([](auto isa) { return block_loops_of(isa); });
   return supported;
 }
 

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <type_traits>
-#include <vector>
 
 // Loops are written once, as plain C++ that compilers vectorise, and compiled once per instruction
 // set.
@@ -123,17 +122,10 @@ constexpr ConvertLoops kLoopsOf = {
      kConvertRow<Isa, BFloat16>},
     {&add<Isa, float>, &add<Isa, double>, &add<Isa, Half>, &add<Isa, BFloat16>}};
 
-template <typename... Isa>
-std::vector<ConvertLoops> supported_among(std::type_identity<std::tuple<Isa...>>) {
-  std::vector<ConvertLoops> found;
-  ((Isa::supported() ? found.push_back(kLoopsOf<Isa>) : void()), ...);
-  return found;
-}
-
 }  // namespace
 
 c10::ArrayRef<ConvertLoops> supported_convert_loops() {
-  static const std::vector<ConvertLoops> loops = supported_among(std::type_identity<Isas>{});
+  static const auto loops = supported_loops<Isas>([](auto isa) { return kLoopsOf<decltype(isa)>; });
   return loops;
 }
 

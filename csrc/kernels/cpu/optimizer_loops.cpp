@@ -5,8 +5,6 @@
 
 #include <cmath>
 #include <tuple>
-#include <type_traits>
-#include <vector>
 
 // Loops are written once, as plain C++ that compilers vectorise, and compiled once per instruction
 // set. This file is compiled so that square roots set no errno, which would keep them out of
@@ -174,25 +172,21 @@ bool fuses() {
   return found;
 }
 
-template <typename... Isa>
-std::vector<OptimizerLoops> supported_among(std::type_identity<std::tuple<Isa...>>) {
-  std::vector<OptimizerLoops> found;
-  ((Isa::supported()
-        ? found.push_back({Isa::kName,
-                           fuses<Isa>(),
-                           {&adam<Isa, float>, &adam<Isa, double>},
-                           {&sgd<Isa, float>, &sgd<Isa, double>},
-                           {&adagrad<Isa, float>, &adagrad<Isa, double>},
-                           {&rowwise_adagrad<Isa, float>, &rowwise_adagrad<Isa, double>}})
-        : void()),
-   ...);
-  return found;
+template <typename Isa>
+OptimizerLoops optimizer_loops_of(Isa /*isa*/) {
+  return {Isa::kName,
+          fuses<Isa>(),
+          {&adam<Isa, float>, &adam<Isa, double>},
+          {&sgd<Isa, float>, &sgd<Isa, double>},
+          {&adagrad<Isa, float>, &adagrad<Isa, double>},
+          {&rowwise_adagrad<Isa, float>, &rowwise_adagrad<Isa, double>}};
 }
 
 }  // namespace
 
 std::span<const OptimizerLoops> supported_optimizer_loops() {
-  static const std::vector<OptimizerLoops> loops = supported_among(std::type_identity<LoopIsas>{});
+  static const auto loops =
+      supported_loops<LoopIsas>([](auto isa) { return optimizer_loops_of(isa); });
   return loops;
 }
 

@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <tuple>
-#include <vector>
 
 // Loops are written once, as plain C++ that compilers vectorise, and compiled once per instruction
 // set. No product is fused into a sum in this file, so that all sets give the same bits.
@@ -100,19 +98,16 @@ int64_t take_large_by(const SparseSums& from, float threshold, const SparsePicks
   return taken;
 }
 
-template <typename... SomeIsas>
-std::vector<SparseLoops> supported_of(std::tuple<SomeIsas...>* /*isas*/) {
-  std::vector<SparseLoops> found;
-  (..., (SomeIsas::supported()
-             ? found.push_back({SomeIsas::kName, largest_by<SomeIsas>, take_large_by<SomeIsas>})
-             : void()));
-  return found;
+template <typename Isa>
+SparseLoops sparse_loops_of(Isa /*isa*/) {
+  return {Isa::kName, largest_by<Isa>, take_large_by<Isa>};
 }
 
 }  // namespace
 
 std::span<const SparseLoops> supported_sparse_loops() {
-  static const std::vector<SparseLoops> supported = supported_of(static_cast<Isas*>(nullptr));
+  static const auto supported =
+      supported_loops<Isas>([](auto isa) { return sparse_loops_of(isa); });
   return supported;
 }
 
