@@ -56,8 +56,9 @@ def test_what_goes_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         bench_hosts.run_on_hosts(bench_hosts.OURS, 1)
 
 
-def test_ranks_that_never_talk_send_nothing() -> None:
+def test_ranks_that_never_talk_send_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     skip_without_namespaces()
+    monkeypatch.setattr(bench_hosts, "RANKS_PER_HOST", 1)
     try:
         run = bench_hosts.run_on_hosts(Side("no sync", "no-sync", {}), 1)
     except BadInput as error:

@@ -53,6 +53,17 @@ class Again(nn.Module):
         return self.run(self.inner, x)
 
 
+class Scaled(nn.Linear):
+    """One of several layers in a row, whose gradients differ in size."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x) * self.scale)
+
+
 class Counted(nn.Linear):
     """Has a count that state_dict() shows in torch's own way for what is no tensor."""
 

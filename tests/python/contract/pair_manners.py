@@ -46,6 +46,19 @@ def scaling(run: Any, number: int) -> Seen:
     return {} if loss is None else {"loss": loss}
 
 
+def freezing(run: Any, number: int) -> Seen:
+    """Layers are frozen behind each step, by the gradients of that step."""
+    if number == 0:
+        run.freeze = trireme.Freeze(run.layered(), optimizer=run.optimizer, alpha=0.4)
+    run.begin()
+    loss = run.backward(number)
+    run.freeze.step()
+    run.end()
+    run.freeze.advance()
+    seen = {"frozen": torch.tensor(run.freeze.history)}
+    return seen if loss is None else seen | {"loss": loss}
+
+
 def new_scaler() -> GradScaler:
     return GradScaler("cpu", init_scale=4.0)
 

@@ -35,6 +35,7 @@ from contract.pair_layers import (
     Packed,
     Phases,
     Real,
+    Scaled,
     Tempered,
     square_mean,
 )
@@ -42,6 +43,7 @@ from contract.pair_manners import (
     Manner,
     accumulating,
     calling_from_afar,
+    freezing,
     from_threads,
     inferring,
     plainly,
@@ -290,6 +292,11 @@ def frozen() -> nn.Module:
     return model
 
 
+def deep() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(*(Scaled(0.2 * number) for number in range(1, 5)))
+
+
 def again(run: Callable[..., Any]) -> Callable[[Place], AbstractContextManager[Made]]:
     return simply(lambda: layers(Again(run)))
 
@@ -411,6 +418,7 @@ ROWS = {
         Row("a first layer that works in place", simply(in_place)),
         Row("tied parameters", simply(tied)),
         Row("frozen parameters", simply(frozen)),
+        Row("`Freeze`", simply(deep), manner=freezing),
         Row("`checkpoint()`", again(trireme.checkpoint)),
         Row("`checkpoint(offload=)`", offloaded),
         Row("torch's `checkpoint`", again(checkpoint_of_torch)),

@@ -93,6 +93,7 @@ class Run:
     together: bool = False
     """Whether a forward needs all ranks."""
     scaler: Any = field(default_factory=new_scaler)
+    freeze: Any = None
 
     def parts(self, whole: Tensor, number: int) -> list[Tensor]:
         """Those that this rank has; each of them is a pass."""
@@ -153,6 +154,10 @@ class Run:
         """Whole parameters and buffers, as far as this rank has them."""
         named = [*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers()]
         return {plain_name(name): whole(value) for name, value in named}
+
+    def layered(self) -> nn.Module:
+        """What a Freeze is made of: a net that wraps the model, or the model."""
+        return self.net if isinstance(self.net, nn.Module) else self.model
 
     def modules(self) -> list[nn.Module]:
         """Those that know whether they train."""

@@ -75,6 +75,7 @@ a loss with parameters                          +  +  +  +  +  +  +  L1 +  +  L2
 a first layer that works in place               +  +  +  +  +  +  +  +  +  +  +  +  I1 +  +  +  +
 tied parameters                                 +  +  +  +  +  +  +  +  +  +  P2 +  +  +  +  +  +
 frozen parameters                               +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+`Freeze`                                        +  +  +  +  +  +  +  +  +  +  R1 +  +  R2 +  +  J3
 `checkpoint()`                                  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
 `checkpoint(offload=)`                          +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
 torch's `checkpoint`                            +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
@@ -119,6 +120,16 @@ CELLS: dict[str, Cell] = {
         "ranks."
     ),
     "J1": NoPair("Steps that another rank asks for have no inputs that could run out."),
+    "J3": Refused(
+        "[host_group] ranks do not agree about collective ... 'freezing'",
+        "Call `advance()` behind `join()`, where all ranks are again.",
+        "DistBackendError",
+    ),
+    "R1": NoPair(
+        "A rank's own stages are all that it has, and their layers do not begin at the input: "
+        "make a Freeze of a `trireme.Pipeline`."
+    ),
+    "R2": NoPair("The parameters are the owner's, which a program on its rank may freeze."),
     "D2": Refused(
         "[data_parallel] got a SyncBatchNorm at '1', expected plain modules",
         "Run ranks under DDP, or keep BatchNorm, whose statistics are those of a replica's part.",

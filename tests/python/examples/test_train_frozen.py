@@ -16,7 +16,7 @@ def numbers(printed: str, name: str) -> list[int]:
 @pytest.mark.parametrize("rule", ["schedule", "gradient"])
 def test_both_programs_freeze_alike(rule: str) -> None:
     of_python, of_cpp = (
-        run(program, 2, rule, steps=64) for program in (PYTHON, cpp_program("train_frozen"))
+        run(program, 2, rule, steps=32) for program in (PYTHON, cpp_program("train_frozen"))
     )
     frozen = numbers(of_python, "frozen")
     assert frozen == numbers(of_cpp, "frozen") == sorted(frozen)
