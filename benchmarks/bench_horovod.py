@@ -9,7 +9,8 @@ many (1 minute): what DistributedOptimizer adds to a backward of 1,000 parameter
 beside what DistributedDataParallel adds.
 
 allreduce (1 minute): hvd.allreduce_ beside torch.distributed.all_reduce, on the backend trireme.
-Small tensors may take some microseconds longer, since they go by way of a thread.
+Small tensors may take some microseconds longer, since ranks agree on what comes next before they
+move it.
 
 names (1 minute): 200 tensors of 1 KiB, named in opposite orders on the ranks, beside the same
 order.

@@ -18,6 +18,17 @@ namespace py = pybind11;
 using torch::wrap_pybind_function_no_gil;
 
 void init_named_order(py::module_& module) {
+  py::class_<NamedOperation>(module, "NamedOperation")
+      .def(py::init([](std::string name, int64_t set, std::string kind,
+                       std::vector<std::pair<std::string, std::string>> terms, std::string payload,
+                       bool can_have_zeros) {
+             return NamedOperation{std::move(name),  set,
+                                   std::move(kind),  std::move(terms),
+                                   std::move(payload), can_have_zeros};
+           }),
+           py::arg("name"), py::arg("set"), py::arg("kind"), py::arg("terms"), py::arg("payload"),
+           py::arg("can_have_zeros"));
+
   py::class_<AgreedOperation>(module, "AgreedOperation")
       .def_property_readonly("name",
                              [](const AgreedOperation& self) { return self.operation.name; })
@@ -41,19 +52,16 @@ void init_named_order(py::module_& module) {
                                                  NamedOrderOptions{report_after, give_up_after});
            }),
            py::arg("communicator"), py::arg("report_after"), py::arg("give_up_after"))
-      .def("announce",
-           wrap_pybind_function_no_gil([](NamedOrder& self, std::string name, int64_t set,
-                                          std::string kind,
-                                          std::vector<std::pair<std::string, std::string>> terms,
-                                          std::string payload, bool can_have_zeros) {
-             self.announce({std::move(name), set, std::move(kind), std::move(terms),
-                            std::move(payload), can_have_zeros});
-           }),
-           py::arg("name"), py::arg("set"), py::arg("kind"), py::arg("terms"), py::arg("payload"),
-           py::arg("can_have_zeros"))
+      .def("announce", wrap_pybind_function_no_gil(&NamedOrder::announce), py::arg("operation"),
+           py::arg("waits") = false)
       .def("define_set", &NamedOrder::define_set, py::arg("set"), py::arg("ranks"),
            py::call_guard<py::gil_scoped_release>())
-      .def("next", wrap_pybind_function_no_gil([](NamedOrder& self) { return self.next(); }))
+      .def("wait_for_next", wrap_pybind_function_no_gil(&NamedOrder::wait_for_next))
+      .def("take_report", &NamedOrder::take_report, py::call_guard<py::gil_scoped_release>())
+      .def("next", wrap_pybind_function_no_gil(&NamedOrder::next))
+      .def("begin_turn", &NamedOrder::begin_turn, py::call_guard<py::gil_scoped_release>())
+      .def("next_in_turn", wrap_pybind_function_no_gil(&NamedOrder::next_in_turn))
+      .def("end_turn", wrap_pybind_function_no_gil(&NamedOrder::end_turn))
       .def("close", &NamedOrder::close, py::call_guard<py::gil_scoped_release>());
 }
 

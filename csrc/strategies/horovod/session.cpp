@@ -81,7 +81,11 @@ Session::~Session() {
 void Session::run() {
   std::string why = "this rank has shut down";
   try {
-    while (const auto agreed = order_->next()) perform(*agreed);
+    while (order_->wait_for_next()) {
+      if (const auto report = order_->take_report())
+        std::fprintf(stderr, "[horovod] some ranks wait: %s\n", report->c_str());
+      if (const auto agreed = order_->next()) perform(*agreed);
+    }
   } catch (const std::exception& error) {
     why = what_of(error);
   }
@@ -94,10 +98,6 @@ void Session::run() {
 
 void Session::perform(const AgreedOperation& agreed) {
   const NamedOperation& named = agreed.operation;
-  if (named.kind == NamedOrder::kReport) {
-    std::fprintf(stderr, "[horovod] some ranks wait: %s\n", agreed.error.c_str());
-    return;
-  }
   std::shared_ptr<Operation> operation;
   {
     const std::lock_guard lock(mutex_);
@@ -144,7 +144,7 @@ void Session::issue(NamedOperation named, std::function<void()> work) {
                                      "', expected one in flight",
                                  where_, "Wait for the first one, or give another name."));
   }
-  order_->announce(std::move(named));
+  order_->announce(named);
   done.get();
 }
 

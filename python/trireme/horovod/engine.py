@@ -7,53 +7,79 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
 
-from trireme._C import AgreedOperation, NamedOrder
+from trireme._C import AgreedOperation, NamedOperation, NamedOrder
 from trireme._core.group_communicator import communicator_of
 from trireme.horovod.errors import HorovodInternalError, NotPossible, operation_error, refuse
 from trireme.horovod.gradient_groups import GradientGroups
 from trireme.horovod.timeline import Timeline
 
-Terms = list[tuple[str, str]]
-Run = Callable[[list[str]], Any]
+Terms = Sequence[tuple[str, str]]
+Work = Callable[[list[str]], Any]
 ALL_RANKS = 0
 # Of csrc/comm/name_book.h.
 _HAS_JOINED, _BEGUN = "has joined", "begun"
 BEGIN_AGAIN = "begin again"
 
 
-@dataclass
-class Operation:
-    """What a rank has issued."""
+class Named:
+    """The name of an operation, and what ranks compare of it, in the form in which they say it."""
 
-    kind: str
-    name: str
-    set_id: int
-    run: Run
-    """Takes the payloads of all ranks of the set; returns what ``synchronize`` returns."""
-    result: Any = None
-    error: BaseException | None = None
-    done: threading.Event = field(default_factory=threading.Event)
-    ended: Callable[[], None] | None = None
-    """Is called when it is done."""
-    issued_ns: int = field(default_factory=time.monotonic_ns)
+    __slots__ = ("kind", "name", "operation", "set_id")
+
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        set_id: int,
+        terms: Terms = (),
+        *,
+        payload: str = "",
+        can_have_zeros: bool = False,
+    ) -> None:
+        self.kind, self.name, self.set_id = kind, name, set_id
+        self.operation = NamedOperation(name, set_id, kind, terms, payload, can_have_zeros)
+
+
+class Operation:
+    """What a rank has issued. ``work`` takes the payloads of all ranks of the set, and returns what
+    ``synchronize`` returns; ``ended`` is called when it is done."""
+
+    __slots__ = ("_ends", "ended", "error", "is_done", "issued_ns", "kind", "name", "result")
+    __slots__ += ("set_id", "work")
+
+    def __init__(
+        self, kind: str, name: str, set_id: int, work: Work, ended: Callable[[], None] | None
+    ) -> None:
+        self.kind, self.name, self.set_id, self.work, self.ended = kind, name, set_id, work, ended
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.is_done = False
+        self._ends = threading.Lock()
+        self._ends.acquire()
+        self.issued_ns = time.monotonic_ns()
 
     def end(self, result: Any = None, error: BaseException | None = None) -> None:
         self.result, self.error = result, error
-        self.done.set()
+        self.is_done = True
+        self._ends.release()
         if self.ended is not None:
             self.ended()
 
+    def wait_for_end(self) -> None:
+        with self._ends:
+            pass
+
 
 class Engine:
-    """Takes operations from any thread; one thread of its own runs them."""
+    """Takes operations from any thread. A thread that waits for one runs what comes until then; a
+    thread of the engine runs what comes while nobody waits."""
 
     def __init__(self, group: dist.ProcessGroup, report_after: float, timeout: timedelta) -> None:
         self.rank, self.world = group.rank(), group.size()
@@ -65,6 +91,8 @@ class Engine:
         report = timedelta(seconds=report_after)
         self._order = NamedOrder(communicator_of(control), report, timeout)
         self._lock = threading.Lock()
+        self._turn = threading.Lock()
+        """Held by the thread that takes the next operation and runs it."""
         self._pending: dict[tuple[int, str], Operation] = {}
         self._handles: dict[int, Operation] = {}
         self._numbers = itertools.count()
@@ -101,10 +129,7 @@ class Engine:
         queue: SimpleQueue[tuple[int, int, int] | None] = SimpleQueue()
         self._begun = queue
         handle = self.issue(
-            "join",
-            "join",
-            ALL_RANKS,
-            [],
+            Named("join", "join", ALL_RANKS),
             lambda payloads: int(payloads[0]),
             ended=lambda: queue.put(None),
         )
@@ -113,7 +138,7 @@ class Engine:
         return int(self.wait(handle))
 
     def _announce_begun(self, set_id: int, number: int, step: int) -> None:
-        self._order.announce(str(number), set_id, _BEGUN, [], str(step), False)
+        self._order.announce(NamedOperation(str(number), set_id, _BEGUN, [], str(step), False))
 
     def name_for(self, kind: str, name: str | None, set_id: int) -> str:
         """Returns a name; without one, that of the next unnamed operation of this kind."""
@@ -125,16 +150,7 @@ class Engine:
         return f"{kind}.noname.{number}"
 
     def issue(
-        self,
-        kind: str,
-        name: str,
-        set_id: int,
-        terms: Terms,
-        run: Run,
-        *,
-        payload: str = "",
-        can_have_zeros: bool = False,
-        ended: Callable[[], None] | None = None,
+        self, named: Named, work: Work, *, ended: Callable[[], None] | None = None
     ) -> int:
         """Returns the handle of an operation that begins when all ranks have issued it.
 
@@ -142,38 +158,75 @@ class Engine:
             ValueError: one of this name is in flight.
             HorovodInternalError: a rank is gone.
         """
-        operation = Operation(kind, name, set_id, run, ended=ended)
+        operation = Operation(named.kind, named.name, named.set_id, work, ended)
+        self._announce(operation, named, waits=False)
+        with self._lock:
+            handle = next(self._numbers)
+            self._handles[handle] = operation
+        return handle
+
+    def run(self, named: Named, work: Work) -> Any:
+        """Does the same and waits. Returns what ``work`` returns; raises, too, if it fails."""
+        operation = Operation(named.kind, named.name, named.set_id, work, None)
+        self._announce(operation, named, waits=True)
+        return self._result_of(operation)
+
+    def _announce(self, operation: Operation, named: Named, waits: bool) -> None:
+        key = operation.set_id, operation.name
         with self._lock:
             if self._failure is not None:
                 raise HorovodInternalError(str(self._failure))
-            if (set_id, name) in self._pending:
-                got = f"got a second operation of the name '{name}', expected one in flight"
+            if key in self._pending:
+                got = f"got a second operation of the name '{named.name}', expected one in flight"
                 refuse(got, "Wait for the first one, or give another name.")
-            self._pending[set_id, name] = operation
-            handle = next(self._numbers)
-            self._handles[handle] = operation
+            self._pending[key] = operation
         try:
-            self._order.announce(name, set_id, kind, terms, payload, can_have_zeros)
+            self._order.announce(named.operation, waits)
         except dist.DistBackendError as error:
             with self._lock:
-                self._pending.pop((set_id, name), None)
-                self._handles.pop(handle)
+                self._pending.pop(key, None)
             raise HorovodInternalError(str(error)) from None
-        return handle
+
+    def _result_of(self, operation: Operation) -> Any:
+        if not operation.is_done:
+            self._run_until(operation)
+            operation.wait_for_end()
+        if operation.error is not None:
+            raise operation.error
+        return operation.result
+
+    def _run_until(self, operation: Operation) -> None:
+        """Runs what comes in this thread, until the operation is done, unless another does."""
+        if not self._turn.acquire(blocking=False):
+            return
+        try:
+            if not self._order.begin_turn():
+                return
+            try:
+                while not operation.is_done:
+                    agreed = self._order.next_in_turn()
+                    if agreed is not None:
+                        self._perform(agreed)
+            except dist.DistBackendError as error:
+                self._fail(str(error))
+            finally:
+                self._order.end_turn()
+        finally:
+            self._turn.release()
 
     def is_done(self, handle: int) -> bool:
-        return self._operation_of(handle).done.is_set()
+        return self._operation_of(handle).is_done
 
     def wait(self, handle: int) -> Any:
         """Returns the result of an operation, once; None for a handle that is not known."""
         operation = self._handles.get(handle)
         if operation is None:
             return None
-        operation.done.wait()
-        self._handles.pop(handle, None)
-        if operation.error is not None:
-            raise operation.error
-        return operation.result
+        try:
+            return self._result_of(operation)
+        finally:
+            if operation.is_done:
+                self._handles.pop(handle, None)
 
     def begin_again(self) -> None:
         """Waits until all ranks have called it, and forgets what was issued before.
@@ -185,7 +238,7 @@ class Engine:
                 optimizers reduce gradients over Gloo, which does not go on after a failure.
         """
         self.gradients.give_up(f"rank {self.rank} begins again")
-        self.wait(self.issue(BEGIN_AGAIN, BEGIN_AGAIN, ALL_RANKS, [], lambda _: None))
+        self.run(Named(BEGIN_AGAIN, BEGIN_AGAIN, ALL_RANKS), lambda _: None)
         self.gradients.begin_again()
 
     def stop_timeline(self) -> None:
@@ -215,23 +268,29 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while (agreed := self._order.next()) is not None:
-                self._perform(agreed)
+            while self._order.wait_for_next():
+                report = self._order.take_report()
+                if report is not None:
+                    text = f"[horovod] some ranks wait: {report}"
+                    print(text, file=sys.stderr, flush=True)
+                    continue
+                with self._turn:
+                    agreed = self._order.next()
+                    if agreed is not None:  # else a thread that waits has run it
+                        self._perform(agreed)
             self._fail("this rank has shut down")
         except Exception as error:  # a rank is gone, or zeros of a rank that has joined have failed
             self._fail(str(error))
 
     def _perform(self, agreed: AgreedOperation) -> None:
-        if agreed.kind == "report":
-            print(f"[horovod] some ranks wait: {agreed.error}", file=sys.stderr, flush=True)
-            return
-        if agreed.kind == _HAS_JOINED:
+        kind = agreed.kind
+        if kind == _HAS_JOINED:
             self.gradients.tell_begun(self._announce_begun)
             return
-        if agreed.kind == _BEGUN:
+        if kind == _BEGUN:
             self._begun.put((agreed.set, int(agreed.name), int(agreed.payload)))
             return
-        if agreed.kind == "join":
+        if kind == "join":
             self.gradients.tell_no_more()
         begun_ns, timeline = time.monotonic_ns(), self.timeline
         if timeline is not None:
@@ -240,11 +299,15 @@ class Engine:
             operation = self._pending.pop((agreed.set, agreed.name), None)
         if operation is None:
             assert self.zeros is not None
-            self.zeros(agreed.kind, agreed.terms, agreed.set)
+            self.zeros(kind, agreed.terms, agreed.set)
             if timeline is not None:
-                timeline.note(agreed.name, agreed.kind, begun_ns, begun_ns, None)
+                timeline.note(agreed.name, kind, begun_ns, begun_ns, None)
             return
-        result, error = self._outcome_of(operation, agreed)
+        try:
+            result, error = self._outcome_of(operation, agreed)
+        except BaseException as interrupt:  # KeyboardInterrupt, in the thread that waits
+            operation.end(error=interrupt)
+            raise
         if timeline is not None:
             timeline.note(operation.name, operation.kind, operation.issued_ns, begun_ns, error)
         operation.end(result, error)
@@ -252,12 +315,14 @@ class Engine:
     def _outcome_of(
         self, operation: Operation, agreed: AgreedOperation
     ) -> tuple[Any, HorovodInternalError | None]:
-        if agreed.error:
-            return None, self.error_of(operation, agreed.error)
-        self._count_anew(agreed.kind)
+        if failed := agreed.error:
+            return None, self.error_of(operation, failed)
+        if operation.kind in ("join", BEGIN_AGAIN):
+            self._count_anew(operation.kind)
         try:
-            payloads = [str(agreed.last_joined)] if agreed.kind == "join" else agreed.payloads
-            return operation.run(payloads), None
+            is_join = operation.kind == "join"
+            payloads = [str(agreed.last_joined)] if is_join else agreed.payloads
+            return operation.work(payloads), None
         except NotPossible as error:
             return None, self.error_of(operation, str(error))
         except Exception as error:
@@ -268,8 +333,6 @@ class Engine:
     def _count_anew(self, kind: str) -> None:
         """Numbers unnamed operations from 0 after what ranks issue different numbers of them
         before. A join leaves operations of sets in flight."""
-        if kind not in ("join", BEGIN_AGAIN):
-            return
         with self._lock:
             for key in list(self._unnamed):
                 if kind == BEGIN_AGAIN or key[0] == ALL_RANKS:

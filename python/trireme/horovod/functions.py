@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from trireme.horovod.compression import Compression
-from trireme.horovod.engine import Terms
+from trireme.horovod.engine import Named, Terms
 from trireme.horovod.errors import NotPossible, operation_error, refuse
 from trireme.horovod.process_sets import ProcessSet, global_process_set, id_of
 from trireme.horovod.reductions import (
@@ -30,6 +31,15 @@ Tensors = Sequence[torch.Tensor]
 # --- what every function does --------------------------------------------------------------------
 
 
+def group_of(kind: str, name: str | None, process_set: ProcessSet) -> dist.ProcessGroup:
+    """Returns the group of a set. Raises HorovodInternalError on a rank outside of it."""
+    running, set_id = engine(), id_of(process_set)
+    if running.rank not in (process_set.ranks or ()):
+        what = f"rank {running.rank} is not in {process_set}"
+        raise operation_error(kind, name or "", what, running.rank, running.world)
+    return running.groups[set_id]
+
+
 def issue(
     kind: str,
     name: str | None,
@@ -38,23 +48,17 @@ def issue(
     work: Callable[[dist.ProcessGroup, list[str]], Any],
     *,
     payload: str = "",
-    can_have_zeros: bool = False,
-) -> int:
-    """Issues an operation on the ranks of a set; ``work`` gets its group and all payloads."""
+    waits: bool = False,
+) -> Any:
+    """Issues an operation on the ranks of a set; ``work`` gets its group and all payloads.
+
+    Returns its handle; if it ``waits``, its result.
+    """
+    group = group_of(kind, name, process_set)
     running, set_id = engine(), id_of(process_set)
-    if not process_set.included():
-        what = f"rank {running.rank} is not in {process_set}"
-        raise operation_error(kind, name or "", what, running.rank, running.world)
-    group = running.groups[set_id]
-    return running.issue(
-        kind,
-        running.name_for(kind, name, set_id),
-        set_id,
-        terms,
-        lambda payloads: work(group, payloads),
-        payload=payload,
-        can_have_zeros=can_have_zeros,
-    )
+    named = Named(kind, running.name_for(kind, name, set_id), set_id, terms, payload=payload)
+    begin = running.run if waits else running.issue
+    return begin(named, lambda payloads: work(group, payloads))
 
 
 def check_tensor(tensor: Any) -> None:
@@ -68,18 +72,24 @@ def check_tensor(tensor: Any) -> None:
 
 
 def _dtypes(tensors: Tensors) -> str:
-    return ", ".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+    return ", ".join([_dtype(tensor.dtype) for tensor in tensors])
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _shapes(tensors: Tensors, first: int = 0) -> str:
-    return ", ".join(str(list(tensor.shape[first:])) for tensor in tensors)
+    return ", ".join([str(list(tensor.shape[first:])) for tensor in tensors])
 
 
-def _terms_of_reduction(tensors: Tensors, op: ReduceOp, factors: tuple[float, float]) -> Terms:
+def _terms_of_reduction(
+    dtypes: str, shapes: str, op: ReduceOp, factors: tuple[float, float]
+) -> Terms:
     """What ranks must say alike of a reduction; ``give_zeros`` reads it."""
     return [
-        ("dtype", _dtypes(tensors)),
-        ("shape", _shapes(tensors)),
+        ("dtype", dtypes),
+        ("shape", shapes),
         ("op", op.name),
         ("prescale_factor", str(float(factors[0]))),
         ("postscale_factor", str(float(factors[1]))),
@@ -102,7 +112,7 @@ def synchronize(handle: int) -> Any:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks of the set have called it. It overtakes operations that wait."""
-    synchronize(issue("barrier", None, process_set, [], lambda group, _: None))
+    issue("barrier", None, process_set, [], lambda group, _: None, waits=True)
 
 
 # --- allreduce -----------------------------------------------------------------------------------
@@ -115,6 +125,24 @@ def check_adasum(op: ReduceOp, process_set: ProcessSet) -> None:
         refuse(got, "Use hvd.Average.")
 
 
+def _named_allreduce(
+    kind: str,
+    name: str,
+    set_id: int,
+    tensors: tuple[tuple[torch.dtype, torch.Size], ...],
+    op: ReduceOp,
+    factors: tuple[float, float],
+) -> Named:
+    dtypes = ", ".join([_dtype(dtype) for dtype, _ in tensors])
+    shapes = ", ".join([str(list(shape)) for _, shape in tensors])
+    terms = _terms_of_reduction(dtypes, shapes, op, factors)
+    return Named(kind, name, set_id, terms, can_have_zeros=op != Adasum)
+
+
+# Programs reduce the same tensors again and again.
+_named_allreduce_again = lru_cache(maxsize=4096)(_named_allreduce)
+
+
 def _allreduce(
     kind: str,
     tensors: Tensors,
@@ -124,22 +152,30 @@ def _allreduce(
     factors: tuple[float, float],
     process_set: ProcessSet,
     result: Callable[[list[torch.Tensor]], Any],
-) -> int:
+    waits: bool = False,
+) -> Any:
     for tensor in tensors:
         check_tensor(tensor)
-    id_of(process_set)
-    check_adasum(op, process_set)
+    running, set_id = engine(), id_of(process_set)
+    if op is Adasum:
+        check_adasum(op, process_set)
     reduction = Reduction(op, *factors)
+    group = group_of(kind, name, process_set)
 
-    def work(group: dist.ProcessGroup, _: list[str]) -> Any:
+    def work(_: list[str]) -> Any:
         if not in_place:
             return result([reduction.of(tensor, group) for tensor in tensors])
         for tensor in tensors:
             reduction.in_place(tensor, group)
         return result(list(tensors))
 
-    terms = _terms_of_reduction(tensors, op, factors)
-    return issue(kind, name, process_set, terms, work, can_have_zeros=op != Adasum)
+    described = tuple([(tensor.dtype, tensor.shape) for tensor in tensors])
+    if name is None:
+        own = running.name_for(kind, None, set_id)
+        named = _named_allreduce(kind, own, set_id, described, op, factors)
+    else:
+        named = _named_allreduce_again(kind, name, set_id, described, op, factors)
+    return running.run(named, work) if waits else running.issue(named, work)
 
 
 def give_zeros(kind: str, terms: Terms, set_id: int) -> None:
@@ -232,8 +268,9 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Reduces a tensor in place and returns it."""
-    return synchronize(
-        allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+    chosen, factors = chosen_op(op, average), (prescale_factor, postscale_factor)
+    return _allreduce(
+        "allreduce", [tensor], True, name, chosen, factors, process_set, _first, waits=True
     )
 
 
@@ -247,23 +284,36 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Reduces several tensors in place and returns them."""
-    return synchronize(
-        grouped_allreduce_async_(
-            tensors, average, name, op, prescale_factor, postscale_factor, process_set
-        )
+    chosen, factors = chosen_op(op, average), (prescale_factor, postscale_factor)
+    return _allreduce(
+        "grouped allreduce", list(tensors), True, name, chosen, factors, process_set, list, True
     )
+
+
+def _reduced(
+    options: tuple[Any, ...], name: str | None, tensors: Tensors
+) -> tuple[torch.Tensor, ...]:
+    op, before, after, process_set = options
+    kind = "allreduce" if len(tensors) == 1 else "grouped allreduce"
+    factors = (before, after)
+    return _allreduce(kind, tensors, False, name, op, factors, process_set, tuple, waits=True)
+
+
+def _reduced_for_backward(
+    options: tuple[Any, ...], name: str | None, tensors: Tensors
+) -> tuple[torch.Tensor, ...]:
+    for tensor in tensors:
+        check_tensor(tensor)
+    if torch.is_grad_enabled() and any([one.requires_grad for one in tensors]):
+        return _Allreduce.apply(options, name, *tensors)
+    return _reduced(options, name, tensors)
 
 
 class _Allreduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: tuple[Any, ...], name: str | None, *tensors: Any) -> Any:
         ctx.options = options
-        op, before, after, process_set = options
-        if len(tensors) == 1:
-            handle = allreduce_async(tensors[0], None, name, op, before, after, process_set)
-            return (synchronize(handle),)
-        handle = grouped_allreduce_async(tensors, None, name, op, before, after, process_set)
-        return tuple(synchronize(handle))
+        return _reduced(options, name, tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -288,7 +338,7 @@ def allreduce(
     """Returns a tensor reduced over the ranks; differentiable."""
     options = (chosen_op(op, average), prescale_factor, postscale_factor, process_set)
     compressed, ctx = compression.compress(tensor)
-    return compression.decompress(_Allreduce.apply(options, name, compressed)[0], ctx)
+    return compression.decompress(_reduced_for_backward(options, name, [compressed])[0], ctx)
 
 
 def grouped_allreduce(
@@ -304,7 +354,7 @@ def grouped_allreduce(
     """Returns several tensors reduced as one operation; differentiable."""
     options = (chosen_op(op, average), prescale_factor, postscale_factor, process_set)
     compressed = [compression.compress(tensor) for tensor in tensors]
-    reduced = _Allreduce.apply(options, name, *(tensor for tensor, _ in compressed))
+    reduced = _reduced_for_backward(options, name, [tensor for tensor, _ in compressed])
     return [
         compression.decompress(one, ctx) for one, (_, ctx) in zip(reduced, compressed, strict=True)
     ]
@@ -339,7 +389,8 @@ def _allgather(
     name: str | None,
     process_set: ProcessSet,
     result: Callable[[list[torch.Tensor]], Any],
-) -> int:
+    waits: bool = False,
+) -> Any:
     for tensor in tensors:
         check_tensor(tensor)
     rows = [tensor.detach().reshape(1) if tensor.dim() == 0 else tensor for tensor in tensors]
@@ -356,7 +407,7 @@ def _allgather(
         ("shape behind the first dimension", _shapes(rows, 1)),
     ]
     payload = str([one.shape[0] for one in rows])
-    return issue(kind, name, process_set, terms, work, payload=payload)
+    return issue(kind, name, process_set, terms, work, payload=payload, waits=waits)
 
 
 def gather_rows(tensor: torch.Tensor, counts: list[int], group: dist.ProcessGroup) -> torch.Tensor:
@@ -397,9 +448,8 @@ class _Allgather(torch.autograd.Function):
     def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Any) -> Any:
         ctx.shapes = [tensor.shape for tensor in tensors]
         ctx.process_set = process_set
-        if len(tensors) == 1:
-            return (synchronize(allgather_async(tensors[0], name, process_set)),)
-        return tuple(synchronize(grouped_allgather_async(tensors, name, process_set)))
+        kind = "allgather" if len(tensors) == 1 else "grouped allgather"
+        return _allgather(kind, tensors, name, process_set, tuple, waits=True)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -436,7 +486,8 @@ def _broadcast(
     root_rank: int,
     name: str | None,
     process_set: ProcessSet,
-) -> int:
+    waits: bool = False,
+) -> Any:
     check_tensor(tensor)
 
     def work(group: dist.ProcessGroup, _: list[str]) -> torch.Tensor:
@@ -457,7 +508,7 @@ def _broadcast(
         ("shape", _shapes([tensor])),
         ("root rank", str(root_rank)),
     ]
-    return issue("broadcast", name, process_set, terms, work)
+    return issue("broadcast", name, process_set, terms, work, waits=waits)
 
 
 def broadcast_async(
@@ -487,7 +538,7 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Writes the root's values into the tensor and returns it."""
-    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    return _broadcast(tensor, tensor, root_rank, name, process_set, waits=True)
 
 
 class _Broadcast(torch.autograd.Function):
@@ -496,7 +547,7 @@ class _Broadcast(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
     ) -> Any:
         ctx.root_rank, ctx.process_set = root_rank, process_set
-        return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+        return _broadcast(tensor, None, root_rank, name, process_set, waits=True)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -545,6 +596,16 @@ def alltoall_async(
 ) -> int:
     """Begins to send slices of the first dimension to all ranks; ``synchronize`` returns what came
     and how many rows came from each."""
+    return _alltoall(tensor, splits, name, process_set)
+
+
+def _alltoall(
+    tensor: torch.Tensor,
+    splits: Any,
+    name: str | None,
+    process_set: ProcessSet,
+    waits: bool = False,
+) -> Any:
     check_tensor(tensor)
     id_of(process_set)
     if tensor.dim() == 0:
@@ -566,7 +627,8 @@ def alltoall_async(
         ("number of dimensions", str(tensor.dim())),
         ("shape behind the first dimension", _shapes([tensor], 1)),
     ]
-    return issue("alltoall", name, process_set, terms, work, payload=str(own))
+    payload = str(own)
+    return issue("alltoall", name, process_set, terms, work, payload=payload, waits=waits)
 
 
 class _Alltoall(torch.autograd.Function):
@@ -574,7 +636,7 @@ class _Alltoall(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet
     ) -> Any:
-        came, received = synchronize(alltoall_async(tensor, splits, name, process_set))
+        came, received = _alltoall(tensor, splits, name, process_set, waits=True)
         ctx.process_set, ctx.received = process_set, received
         if splits is None:
             return came
@@ -608,7 +670,8 @@ def _reducescatter(
     process_set: ProcessSet,
     factors: tuple[float, float],
     result: Callable[[list[torch.Tensor]], Any],
-) -> int:
+    waits: bool = False,
+) -> Any:
     for tensor in tensors:
         check_tensor(tensor)
     chosen = known_op(op)
@@ -621,8 +684,8 @@ def _reducescatter(
             raise NotPossible("got a scalar, expected a tensor with a first dimension")
         return result([reduction.scattered(tensor, group) for tensor in tensors])
 
-    terms = _terms_of_reduction(tensors, chosen, factors)
-    return issue(kind, name, process_set, terms, work)
+    terms = _terms_of_reduction(_dtypes(tensors), _shapes(tensors), chosen, factors)
+    return issue(kind, name, process_set, terms, work, waits=waits)
 
 
 def reducescatter_async(
@@ -655,9 +718,9 @@ class _Reducescatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: tuple[Any, ...], name: str | None, *tensors: Any) -> Any:
         ctx.options = options
-        if len(tensors) == 1:
-            return (synchronize(reducescatter_async(tensors[0], name, *options)),)
-        return tuple(synchronize(grouped_reducescatter_async(tensors, name, *options)))
+        op, process_set, *factors = options
+        kind = "reducescatter" if len(tensors) == 1 else "grouped reducescatter"
+        return _reducescatter(kind, tensors, name, op, process_set, tuple(factors), tuple, True)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

@@ -13,7 +13,7 @@ from trireme import _C
 from trireme._core.group_communicator import device_of_numbers
 from trireme.horovod.engine import Terms
 from trireme.horovod.errors import NotPossible
-from trireme.horovod.functions import gather_rows, issue, synchronize
+from trireme.horovod.functions import gather_rows, issue
 from trireme.horovod.process_sets import ProcessSet, global_process_set
 from trireme.horovod.run import engine
 
@@ -54,8 +54,7 @@ def _refusal_in(said: list[Any]) -> _Refused | None:
     return next((_Refused(*one) for one in said if isinstance(one, list)), None)
 
 
-def _result_of(handle: int) -> Any:
-    result = synchronize(handle)
+def _checked(result: Any) -> Any:
     if isinstance(result, _Refused):
         raise _REFUSALS[result.kind](result.text)
     return result
@@ -91,7 +90,7 @@ def broadcast_value(
 
     terms = [("root rank", str(root_rank)), *terms]
     payload = packed.said if packed is not None else ""
-    return _result_of(issue(kind, name, process_set, terms, work, payload=payload))
+    return _checked(issue(kind, name, process_set, terms, work, payload=payload, waits=True))
 
 
 def broadcast_object(
@@ -133,4 +132,4 @@ def allgather_object(
         return [_C.unpack_value(one) for one in gathered.split(said)]
 
     kind = "allgather object"
-    return list(_result_of(issue(kind, name, process_set, [], work, payload=packed.said)))
+    return list(_checked(issue(kind, name, process_set, [], work, payload=packed.said, waits=True)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from trireme.horovod.engine import Named
 from trireme.horovod.errors import refuse
 from trireme.horovod.run import engine
 
@@ -98,7 +99,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if set_id is None or set_id not in _sets:
         return False
     name = f"remove process set {set_id}"
-    running.wait(running.issue("remove process set", name, 0, [], lambda _: None))
+    running.run(Named("remove process set", name, 0), lambda _: None)
     _sets.pop(set_id).process_set_id = None
     process_set.process_set_id = None
     running.remove_group(set_id, "its process set was removed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import warnings
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ _IN_TORCH = {
     Max: dist.ReduceOp.MAX,
     Product: dist.ReduceOp.PRODUCT,
 }
+_CPU = torch.device("cpu")
 _COMPUTED_IN_FP32 = (torch.float16, torch.bfloat16)
 
 
@@ -51,6 +53,8 @@ def chosen_op(op: Any, average: bool | None) -> ReduceOp:
 
 def known_op(op: Any) -> ReduceOp:
     """Returns a reduction. Raises ValueError for what is none."""
+    if type(op) is ReduceOp:
+        return op
     try:
         return ReduceOp(op)
     except ValueError:
@@ -68,10 +72,8 @@ class Reduction:
         """Returns a tensor of its own, in which ``tensor`` is reduced."""
         values = self.prepared(tensor)
         if self.op == Adasum:
-            values = adasum(values, group)
-        else:
-            dist.all_reduce(values, _IN_TORCH[self.op], group=group)
-        return self.finished(values, tensor.dtype, group.size())
+            return self.finished(adasum(values, group), tensor.dtype, group.size())
+        return self._all_reduced(values, group).to(tensor.dtype)
 
     def in_place(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Writes what :meth:`of` would return into ``tensor``, which may be a view."""
@@ -80,10 +82,19 @@ class Reduction:
         if needs_copy or self.before != 1.0 or self.op == Adasum:
             values.copy_(self.of(values, group))
             return
-        dist.all_reduce(values, _IN_TORCH[self.op], group=group)
-        finished = self.finished(values, values.dtype, group.size())
-        if finished is not values:
-            values.copy_(finished)
+        reduced = self._all_reduced(values, group)
+        if reduced is not values:
+            values.copy_(reduced)
+
+    def _all_reduced(self, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Reduces in place, and returns ``values`` or, for scaled integers, another tensor."""
+        takes_mean = self.op == Average and self.after == 1.0 and _has_averages(values, group)
+        op = dist.ReduceOp.AVG if takes_mean else _IN_TORCH[self.op]
+        if values.dtype.is_complex:
+            dist.all_reduce(values, op, group=group)
+        else:
+            group.allreduce([values], _options_of(op)).wait()
+        return values if takes_mean else self.finished(values, values.dtype, group.size())
 
     def scattered(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """Returns this rank's rows of what :meth:`of` would give."""
@@ -109,16 +120,34 @@ class Reduction:
         return _scaled(values, self.before)
 
     def finished(self, values: torch.Tensor, dtype: torch.dtype, world: int) -> torch.Tensor:
-        factor = self.after / world if self.op == Average else self.after
-        return _scaled(values, factor).to(dtype)
+        divisor = world if self.op == Average else 1
+        return _scaled(values, self.after, divisor).to(dtype)
 
 
-def _scaled(values: torch.Tensor, factor: float) -> torch.Tensor:
-    if factor == 1.0:
+def _has_averages(values: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Says whether the engine divides in the pass in which it sums: ours does, on the CPU."""
+    if values.dtype.is_complex or values.dtype == torch.bool or not values.is_cpu:
+        return False
+    return bool(group._get_backend(_CPU).name() == "trireme")
+
+
+@cache
+def _options_of(op: Any) -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
+    return options
+
+
+def _scaled(values: torch.Tensor, factor: float, divisor: int = 1) -> torch.Tensor:
+    """Returns ``values * factor / divisor``, in place where that is of floating point."""
+    if factor == 1.0 and divisor == 1:
         return values
     if values.dtype.is_floating_point or values.dtype.is_complex:
-        return values.mul_(factor)
-    return (values.double() * factor).to(values.dtype)  # truncates
+        scaled = values if factor == 1.0 else values.mul_(factor)
+        return scaled if divisor == 1 else scaled.div_(divisor)
+    return (values.double() * factor / divisor).to(values.dtype)  # truncates
 
 
 def _rows_of(rank: int, rows: int, world: int) -> tuple[int, int]:

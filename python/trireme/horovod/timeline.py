@@ -8,6 +8,12 @@ import time
 from typing import Any
 
 
+def _lane_name(kind: str, name: str) -> str:
+    """Returns "allreduce.gradient", as Horovod calls a tensor; an unnamed one is called so."""
+    prefix = f"{kind}."
+    return name if name.startswith(prefix) else prefix + name
+
+
 class Timeline:
     """Writes a file. Each name of an operation has a lane of its own. Thread-safe."""
 
@@ -20,6 +26,8 @@ class Timeline:
         self._is_first = True
         self._is_over = False
         self._file.write("[")
+        began = {"start_time_since_epoch_in_micros": time.time_ns() // 1000}
+        self._write({"name": "process_name", "ph": "M", "args": {"name": "hvd"} | began})
 
     def mark_cycle(self) -> None:
         """Notes that the engine takes the next operation."""
@@ -36,7 +44,7 @@ class Timeline:
         ended_ns = time.monotonic_ns()
         activity = kind.upper().replace(" ", "_")
         with self._lock:
-            lane = self._lane_of(name)
+            lane = self._lane_of(_lane_name(kind, name))
             self._write_span(f"NEGOTIATE_{activity}", lane, issued_ns, begun_ns, "")
             self._write_span(activity, lane, begun_ns, ended_ns, str(error or ""))
 

@@ -61,22 +61,24 @@ def write_two(rank: int, folder: str) -> None:
 def look_at(path: Path) -> None:
     """The file is complete once stop_timeline() has returned."""
     lanes = lanes_of(path)
-    assert list(lanes) == ["first", "an object", "differs"]
-    names = [one["name"] for one in lanes["first"]]
+    first, an_object, differs = "allreduce.first", "broadcast object.an object", "allgather.differs"
+    assert list(lanes) == [first, an_object, differs]
+    names = [one["name"] for one in lanes[first]]
     assert names == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE"] * 2
-    for waits, runs in zip(lanes["first"][::2], lanes["first"][1::2], strict=True):
+    for waits, runs in zip(lanes[first][::2], lanes[first][1::2], strict=True):
         assert waits["dur"] >= 0 and runs["dur"] > 0
         assert runs["ts"] == pytest.approx(waits["ts"] + waits["dur"], abs=1)
-    assert [one["name"] for one in lanes["an object"]][1] == "BROADCAST_OBJECT"
-    assert "got another shape" in lanes["differs"][1]["args"]["error"]
+    assert [one["name"] for one in lanes[an_object]][1] == "BROADCAST_OBJECT"
+    assert "got another shape" in lanes[differs][1]["args"]["error"]
     events = json.loads(path.read_text(encoding="utf-8"))
     assert sum(one["name"] == "CYCLE_START" for one in events) == 4
+    assert events[0]["args"]["start_time_since_epoch_in_micros"] > 1e15
 
 
 def test_a_timeline(tmp_path: Path) -> None:
     run_ranks(write_two, 2, str(tmp_path), timeout=60, fresh=True)
     lanes = lanes_of(tmp_path / "two.json")  # shutdown() completes it
-    assert list(lanes) == ['"quoted" \\ name']
+    assert list(lanes) == ['allreduce."quoted" \\ name']
     assert sorted(one.name for one in tmp_path.iterdir()) == ["one.json", "two.json"]
 
 
@@ -93,5 +95,5 @@ def test_the_variable(tmp_path: Path) -> None:
     env = {"HOROVOD_TIMELINE": str(tmp_path / "all.json"), "HOROVOD_TIMELINE_MARK_CYCLES": "0"}
     run_ranks(write_all, 2, timeout=60, env=env)
     lanes = lanes_of(tmp_path / "all.json")
-    assert list(lanes) == [f"step {step}" for step in range(3)]
+    assert list(lanes) == [f"allreduce.step {step}" for step in range(3)]
     assert "CYCLE_START" not in (tmp_path / "all.json").read_text()
