@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Long runs of what CI runs for seconds, on shm/: ranks that are killed and stopped, strange bytes (of
-# strategies/remote/ too), and the sanitizers' tests over and over; called with the environment of `scripts/dev.sh run`.
+# Long runs of what CI runs for seconds, on shm/ and strategies/remote/: ranks that are killed and stopped, strange bytes,
+# and the sanitizers' tests over and over; called with the environment of `scripts/dev.sh run`.
 #   make soak              ten minutes
 #   make soak SOAK=3600    as many seconds, in equal parts
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
-root="$PWD" part=$((${SOAK:-600} / 7))
+root="$PWD" part=$((${SOAK:-600} / 8))
 build="$(realpath "$BUILD")"
 tests="$build/tests/cpp" room="$build/soak" core="$root/csrc"
 if [ ! -x "$tests/kill_soak_asan" ]; then
@@ -61,6 +61,8 @@ again() {
 stage kills "$tests/kill_soak" --seconds "$part"
 # Freed memory that the sanitizer keeps to itself would look like growth.
 stage "kills, asan" env ASAN_OPTIONS=quarantine_size_mb=4 "$tests/kill_soak_asan" --seconds "$part"
+stage "kills of callers" env TRIREME_REMOTE_SOAK_S="$part" \
+  python -m pytest -q -p no:cacheprovider "$root/tests/python/remote/test_kill_soak.py"
 stage "fuzz shm" fuzz fuzz_shm "$core"/shm/*.cpp "$core"/common/{cpus,error,forks,interruption}.cpp
 stage "fuzz remote" fuzz_with_torch fuzz_remote {comm/value_codec,strategies/remote/wire_messages}.cpp
 stage "fuzz codes" fuzz_with_torch fuzz_codes kernels/{block_codes,sparse_codes}.cpp \

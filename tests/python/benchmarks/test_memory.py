@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,16 @@ from measure.sides import FSDP, ZERO_2, Side
 from workloads import WORKLOADS, WorkloadOptions
 
 
+@cache
+def _numel(workload: str) -> int:
+    with torch.device("meta"):
+        model = WORKLOADS[workload](WorkloadOptions()).model()
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def _held(side: Side, workload: str, ranks: int) -> HostMemory:
     """Returns as much as is planned, and rings."""
-    numel = sum(p.numel() for p in WORKLOADS[workload](WorkloadOptions()).model().parameters())
-    mib = 4 * numel / 2**20
+    mib = 4 * _numel(workload) / 2**20
     parameters = ranks * mib if side.strategy in ("no-sync", "torch-ddp", "ddp") else mib
     gradients = ranks * mib if side.strategy == "zero1" else parameters
     moments = 2 * parameters

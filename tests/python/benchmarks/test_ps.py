@@ -20,6 +20,8 @@ from measure.ps_rows import NAMES, RowsCase, measure_rows
 from measure.ps_updates import UpdatesCase, measure_updates
 from measure.straggler_runs import BSP, Straggled, StragglerCase, measure_stragglers
 
+pytestmark = pytest.mark.usefixtures("forked_measure")
+
 SIDES = (
     *("rpc push", "rpc pull", "gloo push", "gloo pull", "ours push", "ours pull"),
     *("ours pull, new tensors", "ours pull, bound", "copy"),

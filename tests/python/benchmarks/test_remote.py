@@ -21,6 +21,8 @@ from measure.remote_faults import FAULTS, Lost, RemoteFault, measure_remote_faul
 from measure.remote_memory import HeldAfter, MemoryCase, measure_remote_memory
 from measure.remote_modules import ModuleCase, measure_module
 
+pytestmark = pytest.mark.usefixtures("forked_measure")
+
 PAGE = "docs/remote.md"
 needs_rpc = pytest.mark.skipif(not dist.rpc.is_available(), reason="this torch has no RPC")
 

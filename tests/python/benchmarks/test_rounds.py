@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 import bench_rounds
 
+pytestmark = pytest.mark.usefixtures("forked_measure")
+
 STEP_MS = {
     bench_rounds.DDP: 5000.0,
     bench_rounds.ALONE: 100.0,
