@@ -18,6 +18,7 @@
 #include <trireme/optim/flat_optimizer.h>
 #include <trireme/optim/grad_norm.h>
 #include <trireme/pipetransformer/freeze.h>
+#include <trireme/pipetransformer/pipe_transformer.h>
 #include <trireme/saving/checkpoints.h>
 #include <trireme/saving/global_batch.h>
 #include <trireme/saving/module_checkpoint.h>
@@ -28,6 +29,7 @@
 #include <trireme/strategies/local_sgd/module_rounds.h>
 #include <trireme/strategies/parameter_server/embedding.h>
 #include <trireme/strategies/parameter_server/parameter_server.h>
+#include <trireme/strategies/pipeline/elastic_plan.h>
 #include <trireme/strategies/pipeline/engine.h>
 #include <trireme/strategies/pipeline/partition.h>
 #include <trireme/strategies/pipeline/pipeline.h>

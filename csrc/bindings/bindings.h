@@ -32,6 +32,7 @@ void init_named_order(pybind11::module_& module);
 void init_offload(pybind11::module_& module);
 void init_optim(pybind11::module_& module);
 void init_parameter_server(pybind11::module_& module);
+void init_elastic_plan(pybind11::module_& module);  // a part of init_pipeline()
 void init_pipeline(pybind11::module_& module);
 void init_pipeline_engine(pybind11::module_& module);
 void init_pipetransformer(pybind11::module_& module);

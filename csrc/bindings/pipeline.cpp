@@ -179,6 +179,7 @@ void init_pipeline(py::module_& module) {
                return partition({std::move(costs), parts, std::move(memory), limit});
              }),
              py::arg("costs"), py::arg("parts"), py::arg("memory"), py::arg("limit"));
+  init_elastic_plan(module);
 }
 
 }  // namespace trireme

@@ -66,8 +66,10 @@ if TYPE_CHECKING:
     from trireme._pipeline.pipeline import Pipeline
     from trireme._pipeline.place import place
     from trireme._pipeline.schedule import (
+        ElasticPlan,
         PipelineAction,
         PipelineSchedule,
+        elastic_plan,
         partition,
         pipeline_schedule,
     )
@@ -129,7 +131,8 @@ _LAZY = {
     "trireme._pipeline.pipeline": ("Pipeline",),
     "trireme._pipeline.place": ("place",),
     "trireme._pipeline.schedule": (
-        *("PipelineAction", "PipelineSchedule", "partition", "pipeline_schedule"),
+        *("ElasticPlan", "PipelineAction", "PipelineSchedule"),
+        *("elastic_plan", "partition", "pipeline_schedule"),
     ),
     "trireme._pipeline.losses": ("CollectedLosses", "collect_losses", "pipeline_loss"),
     "trireme._pipeline.skips": ("Namespace", "pop", "skippable", "stash"),
@@ -176,6 +179,7 @@ __all__ = [
     "DiLoCo",
     "DistributedDataParallel",
     "DistributedOptimizer",
+    "ElasticPlan",
     "FSDPModule",
     "Freeze",
     "FreezePoint",
@@ -220,6 +224,7 @@ __all__ = [
     "convert_sync_batchnorm",
     "create_selective_checkpoint_contexts",
     "data_parallel",
+    "elastic_plan",
     "estimate_memory",
     "freeze_schedule",
     "fully_shard",

@@ -65,6 +65,40 @@ def partition(
     costs: Sequence[float], parts: int, memory: Sequence[int], limit: int | None
 ) -> list[int]: ...
 
+class ElasticPlan:
+    def __init__(
+        self,
+        *,
+        ranks_per_pipeline: int,
+        replicas: int,
+        balance: Sequence[int],
+        seconds: float = 0.0,
+    ) -> None: ...
+    @property
+    def ranks_per_pipeline(self) -> int: ...
+    @property
+    def replicas(self) -> int: ...
+    @property
+    def balance(self) -> list[int]: ...
+    @property
+    def seconds(self) -> float: ...
+    def __eq__(self, other: object) -> bool: ...  # seconds are not compared
+    def __hash__(self) -> int: ...
+
+def elastic_plan(
+    costs: Sequence[float],
+    *,
+    frozen: int,
+    ranks: int,
+    first: int | None = None,
+    before: int | None = None,
+    frozen_cost: float | Sequence[float] = ...,
+    memory: Sequence[int] | None = None,
+    limit: int | None = None,
+    keep_frozen_together: bool = False,
+) -> ElasticPlan: ...
+def layer_holders(plan: ElasticPlan) -> list[list[int]]: ...
+
 _Forward = Callable[[int, Any], Any]
 _OfWeights = Callable[[int, None], None]
 _Named = tuple[list[str], list[Tensor]]

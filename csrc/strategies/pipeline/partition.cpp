@@ -148,18 +148,11 @@ std::vector<int64_t> earliest_cuts(const LayerSums& sums, int64_t parts, double 
 
 }  // namespace
 
-std::vector<int64_t> partition(const PartitionRequest& request) {
+std::optional<std::vector<int64_t>> partition_if_fits(const PartitionRequest& request) {
   check_layers(request);
   check_memory(request);
   const LayerSums sums(request);
-  const int64_t needed = sums.fewest_parts(sums.whole_cost());
-  if (needed > request.parts) {
-    refuse_pipeline("got layers 0 to " + std::to_string(sums.layers() - 1) + " for " +
-                        std::to_string(request.parts) + " parts, expected at least " +
-                        std::to_string(needed) + " parts of at most " +
-                        std::to_string(*request.limit) + " bytes",
-                    "Raise the limit, or use more parts.");
-  }
+  if (sums.fewest_parts(sums.whole_cost()) > request.parts) return std::nullopt;
   const double most = least_largest(sums, request.parts);
   const std::vector<int64_t> earliest = earliest_cuts(sums, request.parts, most);
   std::vector<int64_t> sizes;
@@ -174,6 +167,16 @@ std::vector<int64_t> partition(const PartitionRequest& request) {
     begin = end;
   }
   return sizes;
+}
+
+std::vector<int64_t> partition(const PartitionRequest& request) {
+  if (auto sizes = partition_if_fits(request)) return *std::move(sizes);
+  const LayerSums sums(request);
+  refuse_pipeline("got layers 0 to " + std::to_string(sums.layers() - 1) + " for " +
+                      std::to_string(request.parts) + " parts, expected at least " +
+                      std::to_string(sums.fewest_parts(sums.whole_cost())) + " parts of at most " +
+                      std::to_string(*request.limit) + " bytes",
+                  "Raise the limit, or use more parts.");
 }
 
 }  // namespace trireme

@@ -29,4 +29,7 @@ struct PartitionRequest {
 // to the limit; its text says which layer is too large, or how many parts there must be.
 TRIREME_API std::vector<int64_t> partition(const PartitionRequest& request);
 
+// Returns the same; nothing where no cut keeps to the limit, though each layer alone does.
+TRIREME_API std::optional<std::vector<int64_t>> partition_if_fits(const PartitionRequest& request);
+
 }  // namespace trireme

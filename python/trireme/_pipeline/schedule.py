@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from trireme import _C
+from trireme._C import ElasticPlan as ElasticPlan
 from trireme._C import PipelineAction as PipelineAction
 from trireme._C import PipelineSchedule as _Core
 from trireme._pipeline import AREA, refuse
@@ -298,3 +299,51 @@ def partition(
         ValueError: fewer layers than parts, costs below 0, no cut that keeps to the limit.
     """
     return _C.partition(list(costs), parts, [] if memory is None else list(memory), limit)
+
+
+def elastic_plan(
+    costs: Sequence[float],
+    *,
+    frozen: int,
+    ranks: int,
+    first: int | None = None,
+    before: int | None = None,
+    frozen_cost: float | Sequence[float] = 1 / 6,
+    memory: Sequence[int] | None = None,
+    limit: int | None = None,
+) -> ElasticPlan:
+    """Says into how few ranks a pipeline fits whose first layers are frozen.
+
+    The ranks of a pipeline are halved while their number is even, while the most costly part of the
+    best cut costs at most what that of all layers, trained, in ``first`` parts costs, and while
+    bytes keep to the limit. The ranks set free run replicas of it.
+
+    Args:
+        costs: One per layer, while it is trained, in any unit.
+        frozen: How many layers are frozen, from the input on.
+        ranks: All that there are.
+        first: Ranks of the pipeline that the run began with; all of them by default.
+        before: Ranks of the present one; ``first`` by default.
+        frozen_cost: What a frozen layer costs: a share of its cost, or a list of costs, one per
+            layer. 1/6 is the paper's, for memory; for seconds give the measured forwards. 0 where a
+            cache serves.
+        memory: Bytes per layer, with ``limit``: the bytes that a rank may have.
+
+    Returns:
+        ``ranks_per_pipeline``, ``replicas``, ``balance``, the layers of each rank of a pipeline, and
+        ``seconds``, what the most costly of these costs.
+
+    Raises:
+        ValueError: ``first`` or ``before`` are no factor of ``ranks``; more frozen layers than
+            there are; what :func:`partition` raises.
+    """
+    return _C.elastic_plan(
+        list(costs),
+        frozen=frozen,
+        ranks=ranks,
+        first=first,
+        before=before,
+        frozen_cost=frozen_cost,
+        memory=memory,
+        limit=limit,
+    )
