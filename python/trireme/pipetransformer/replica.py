@@ -52,7 +52,8 @@ class Prefix(nn.Module):
     def __init__(self, layers: Mapping[str, nn.Module], cache: ActivationCache | None) -> None:
         super().__init__()
         self._modules.update(layers)
-        self.__dict__["_cached"] = None if cache is None else CachedPrefix(layers.values(), cache)
+        is_cached = cache is not None and len(layers) > 0
+        self.__dict__["_cached"] = CachedPrefix(layers.values(), cache) if is_cached else None
 
     def forward(self, x: Any, ids: Tensor | None = None) -> Any:
         cached = self.__dict__["_cached"]
