@@ -13,7 +13,9 @@ losses.
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import trireme
@@ -22,7 +24,7 @@ from torch.nn import functional as F
 
 LENGTH, CHARACTERS, BATCH, CHUNKS = 64, 128, 32, 8  # BATCH and CHUNKS of all ranks together
 WIDTH, HEADS, BLOCKS = 64, 4, 8
-SCHEDULE = {"rule": "schedule", "alpha": 1 / 3}
+SCHEDULE: dict[str, Any] = {"rule": "schedule", "alpha": 1 / 3}
 
 
 class Block(nn.Module):
@@ -87,7 +89,7 @@ def make_cache(data: Data) -> trireme.ActivationCache:
 
 
 def train_elastic(
-    data: Data, epochs: int, ctx: trireme.Context, *, tells: bool = False, **options: object
+    data: Data, epochs: int, ctx: trireme.Context, *, tells: bool = False, **options: Any
 ) -> float:
     """Trains by PipeTransformer; returns the mean loss of the last epoch."""
     layers = make_layers()
@@ -163,16 +165,14 @@ def main(text_file: str, steps: int = 16, epochs: int = 6) -> None:
     everything = {"freeze": SCHEDULE, "cache": make_cache(data)}
     train_elastic(data, epochs, ctx, tells=True, **everything)
 
-    sides = {
+    sides: dict[str, Callable[[], float]] = {
         "DDP": lambda: train_ddp(data, epochs, ctx),
         "DDP + Freeze": lambda: train_ddp(data, epochs, ctx, freezes=True),
         "DDP + Freeze + cache": lambda: train_ddp(data, epochs, ctx, freezes=True, caches=True),
         "fixed pipeline": lambda: train_elastic(data, epochs, ctx, freeze=False, pipe=False),
         "+ Freeze": lambda: train_elastic(data, epochs, ctx, freeze=SCHEDULE, pipe=False),
         "+ plan and transform": lambda: train_elastic(data, epochs, ctx, freeze=SCHEDULE),
-        "all": lambda: train_elastic(
-            data, epochs, ctx, freeze=SCHEDULE, cache=make_cache(data)
-        ),
+        "all": lambda: train_elastic(data, epochs, ctx, freeze=SCHEDULE, cache=make_cache(data)),
     }
     for name, train in sides.items():
         begin = time.perf_counter()

@@ -201,6 +201,7 @@ __all__ = [
     "OffloadPolicy",
     "PendingSave",
     "PeriodicModelAverager",
+    "PipeTransformer",
     "Pipeline",
     "PipelineAction",
     "PipelineSchedule",

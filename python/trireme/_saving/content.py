@@ -12,7 +12,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trireme import _C
-from trireme._C import CheckpointSource, CheckpointTensor, KeptCodes, check_codes, has_memory, load_codes
+from trireme._C import (
+    CheckpointSource,
+    CheckpointTensor,
+    KeptCodes,
+    check_codes,
+    has_memory,
+    load_codes,
+)
 from trireme._core.announced_writes import before_writing
 from trireme._core.compression import codes_in
 from trireme._core.owners import ShardedOptimizer

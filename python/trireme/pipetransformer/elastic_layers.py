@@ -57,10 +57,10 @@ def layers_by_name(layers: nn.Module | Iterable[Entry]) -> dict[str, nn.Module]:
         got = f"got a {type(layers).__name__} as layers, expected a Sequential or a list"
         ELASTIC.refuse(got, "Write the model as a list of its layers.", kind=TypeError)
     if isinstance(layers, nn.Module):
-        named = list(layers.named_children())
-        if len(named) != len(layers):
+        named = {name: one for name, one in layers._modules.items() if one is not None}
+        if len(set(named.values())) != len(named):
             ELASTIC.refuse("got one module as two layers", "Make two modules.")
-        return _expect_some(dict(named))
+        return _expect_some(named)
     found: dict[str, nn.Module] = {}
     for number, entry in enumerate(layers):
         if isinstance(entry, Sequence) and entry and all(isinstance(e, nn.Module) for e in entry):

@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trireme import _C
 from trireme._C import Communicator, LayerMove, MovedState
+from trireme._core.errors import text_of
 from trireme.pipetransformer.areas import ELASTIC
 
 Holders = Sequence[Sequence[int]]
@@ -66,7 +68,17 @@ class LayerPlacement:
         """Brings each layer to its new holders, bit for bit, then frees what this rank does not
         hold any more. Collective; see ``move_layers`` for what is raised, and then nothing has
         changed here."""
-        moved = _C.move_layers(moves, plan=plan, ranks=self._ranks)
+        try:
+            moved = _C.move_layers(moves, plan=plan, ranks=self._ranks)
+        except RuntimeError as error:
+            if isinstance(error, dist.DistBackendError) or self._ranks is None:
+                raise
+            ELASTIC.refuse(
+                f"got no memory for the plan {plan}: {text_of(error).splitlines()[0]}",
+                "Free memory, or stay with the plan that is.",
+                rank=self._ranks.rank,
+                world=self._ranks.world,
+            )
         self.holders = holders
         for number, (layer, came) in enumerate(zip(self._layers.values(), moved, strict=True)):
             if came is not None:
@@ -122,4 +134,3 @@ def _plain(value: Any, what: str) -> Any:
         pass
     got = f"got optimizer state {what} as {type(value).__name__}, which cannot be sent"
     ELASTIC.refuse(got, "Keep it in tensors, or in numbers and texts.", kind=TypeError)
-

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trireme import _C
-from trireme._activation.activation_cache import ActivationCache, CachedPrefix
 from trireme._C import Communicator, ElasticPlan
-from trireme._pipeline.pipeline import Pipeline
+from trireme.activation_cache import ActivationCache, CachedPrefix
 from trireme.ddp import DistributedDataParallel
+from trireme.pipeline import Pipeline
 from trireme.pipetransformer.areas import ELASTIC
 
 Together = Callable[[], AbstractContextManager[None]]
@@ -52,8 +52,8 @@ class Prefix(nn.Module):
     def __init__(self, layers: Mapping[str, nn.Module], cache: ActivationCache | None) -> None:
         super().__init__()
         self._modules.update(layers)
-        is_cached = cache is not None and len(layers) > 0
-        self.__dict__["_cached"] = CachedPrefix(layers.values(), cache) if is_cached else None
+        cached = CachedPrefix(layers.values(), cache) if cache is not None and layers else None
+        self.__dict__["_cached"] = cached  # beside the layers, which have their names
 
     def forward(self, x: Any, ids: Tensor | None = None) -> Any:
         cached = self.__dict__["_cached"]
@@ -90,7 +90,7 @@ class WholeReplica:
 
     def backward(self, part: Part) -> Tensor:
         loss = self._forward(part)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.detach()
 
     def evaluate(self, part: Part) -> Tensor:

@@ -15,13 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from trireme import _C
-from trireme._activation.activation_cache import ActivationCache
 from trireme._C import Communicator, ElasticEpoch, ElasticPlan
 from trireme._core.agreement import raised_on_all
 from trireme._core.group_communicator import communicator_of
 from trireme._core.nested import map_tensors, tensors_in
-from trireme._pipeline.measure import measure_layers
-from trireme._pipeline.schedule import pipeline_schedule
+from trireme.activation_cache import ActivationCache
+from trireme.pipeline import measure_layers, pipeline_schedule
 from trireme.pipetransformer.areas import ELASTIC
 from trireme.pipetransformer.elastic_layers import (
     ElasticLayers,
@@ -31,7 +30,7 @@ from trireme.pipetransformer.elastic_layers import (
 )
 from trireme.pipetransformer.freeze import Freeze
 from trireme.pipetransformer.layer_placement import LayerPlacement
-from trireme.pipetransformer.replica import Part, Replica, Staging, StagedReplica, WholeReplica
+from trireme.pipetransformer.replica import Part, Replica, StagedReplica, Staging, WholeReplica
 
 
 class PipeTransformer(ElasticLayers):
@@ -198,15 +197,18 @@ class PipeTransformer(ElasticLayers):
         return self._course.mean_loss(self._replica_now().evaluate(self._part_of(x, None, target)))
 
     def _check_batch(self, x: Any, ids: Tensor | None, *, needs_ids: bool = True) -> None:
-        with self._on_all_ranks():
-            first = next((one for one in tensors_in(x) if one.dim() > 0), None)
-            if first is None:
-                self._refuse("got a batch without a tensor of rows", "Pass the batch.", TypeError)
-            if ids is not None and not isinstance(ids, Tensor):
+        """Ranks compare what they were given, so that none goes into a step alone."""
+        rows = next((one.size(0) for one in tensors_in(x) if one.dim() > 0), 0)
+        if not needs_ids:
+            ids = torch.arange(rows)
+        is_wrong = ids is not None and not isinstance(ids, Tensor)
+        try:
+            self._course.check_batch(rows, torch.empty(0) if is_wrong else ids)
+        except ValueError:
+            if is_wrong:
                 got = f"got {type(ids).__name__} as ids, expected a tensor with an id for each row"
                 self._refuse(got, "Have the data set return the number of each sample.", TypeError)
-            rows = first.size(0)
-            self._course.check_batch(rows, ids if needs_ids else torch.arange(rows))
+            raise
 
     def _part_of(self, x: Any, ids: Tensor | None, target: Any) -> Part:
         begin, end = self._course.rows
@@ -285,13 +287,13 @@ class PipeTransformer(ElasticLayers):
             torch.distributed.DistBackendError: a rank has died or does not come.
         """
         self._expect_placed("a plan")
-        if not isinstance(plan, ElasticPlan):
-            got = f"got {type(plan).__name__} as plan, expected an ElasticPlan"
-            self._refuse(got, "Pass what trireme.elastic_plan() returned.", TypeError)
         self._place(plan)
 
     def _place(self, plan: ElasticPlan) -> None:
         with self._on_all_ranks():
+            if not isinstance(plan, ElasticPlan):
+                got = f"got {type(plan).__name__} as plan, expected an ElasticPlan"
+                self._refuse(got, "Pass what trireme.elastic_plan() returned.", TypeError)
             self._course.check_plan(plan)
             self._check_schedule(plan)
             holders = _C.layer_holders(plan)

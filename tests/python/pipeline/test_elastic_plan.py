@@ -1,7 +1,6 @@
 """How many ranks a pipeline needs whose first layers are frozen."""
 
 import pytest
-
 import trireme
 
 

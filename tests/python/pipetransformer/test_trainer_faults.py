@@ -47,7 +47,11 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
         "got '3.0.bias', which is '1.0.bias' as well, expected no layer to share a tensor",
     ),
     "without parameters": ({"make": without_parameters}, ValueError, "'5' without parameters"),
-    "no layers": ({"make": list}, ValueError, "got no layers"),
+    "no layers": (
+        {"make": list, "optimizer": lambda _: adamw(nn.Linear(6, 6).parameters())},
+        ValueError,
+        "got no layers",
+    ),
     "loss": ({"loss": 3}, TypeError, "got int as loss"),
     "loss with parameters": ({"loss": nn.Linear(6, 1)}, ValueError, "got a loss with parameters"),
     "freeze": ({"freeze": 0.5}, TypeError, "got float as freeze"),
@@ -112,7 +116,7 @@ def test_batches_that_are_refused(rank: int) -> None:
                     (TypeError, "got list as ids", (x[ids], ids.tolist(), y[ids])),
                     (ValueError, "got ids as", (x[ids], ids[:3], y[ids])),
                     (ValueError, "got ids as", (x[ids], ids.float(), y[ids])),
-                    (TypeError, "got a batch without a tensor of rows", ("rows", ids, y[ids])),
+                    (ValueError, "got a batch of 0 rows", ("rows", ids, y[ids])),
                 ]  # fmt: skip
                 for kind, text, given in bad:
                     with in_case((ranks, text)), raises(kind, text):
@@ -120,8 +124,9 @@ def test_batches_that_are_refused(rank: int) -> None:
                 with pytest.raises(Exception, match=r"\[cache\].* 48"):
                     run.step(x[ids], outside, y[ids])
                 half = slice(None) if rank == 0 else slice(8)
-                own = "got an exception on rank 1 under the plan" if rank == 0 else "got a batch"
-                with raises(ValueError, own, "of 8 rows"):
+                own = "got what rank 1 cannot use" if rank == 0 else "got a batch"
+                plan = f"under the plan {ranks} x {2 // ranks}"
+                with raises(ValueError, own, "of 8 rows", plan):
                     run.step(x[ids[half]], ids[half], y[ids[half]])
             run.step(x[ids], ids, y[ids])
         reached.append(held_by_any(run, optimizer))
