@@ -47,36 +47,39 @@ class ElasticLayers(nn.Module):
         return {}
 
 
-def layers_by_name(layers: nn.Module | Iterable[Entry]) -> dict[str, nn.Module]:
+def layers_by_name(
+    layers: nn.Module | Iterable[Entry], group: dist.ProcessGroup | None
+) -> dict[str, nn.Module]:
     """Returns the layers by the names that a Sequential of them has.
 
     Raises:
         TypeError, ValueError: no layers; one is no module.
     """
-    if isinstance(layers, nn.Module) and not isinstance(layers, nn.Sequential | nn.ModuleList):
-        got = f"got a {type(layers).__name__} as layers, expected a Sequential or a list"
-        ELASTIC.refuse(got, "Write the model as a list of its layers.", kind=TypeError)
-    if isinstance(layers, nn.Module):
-        named = {name: one for name, one in layers._modules.items() if one is not None}
-        if len(set(named.values())) != len(named):
-            ELASTIC.refuse("got one module as two layers", "Make two modules.")
-        return _expect_some(named)
     found: dict[str, nn.Module] = {}
-    for number, entry in enumerate(layers):
-        if isinstance(entry, Sequence) and entry and all(isinstance(e, nn.Module) for e in entry):
-            found[str(number)] = nn.Sequential(*entry)
-        elif isinstance(entry, nn.Module):
-            found[str(number)] = entry
-        else:
-            got = f"got {type(entry).__name__} as layer {number}, expected a module or a list"
-            ELASTIC.refuse(got, "Put what is frozen together in one list.", kind=TypeError)
-    return _expect_some(found)
-
-
-def _expect_some(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    if isinstance(layers, nn.Sequential | nn.ModuleList):
+        found = {name: one for name, one in layers._modules.items() if one is not None}
+    elif isinstance(layers, nn.Module):
+        got = f"got a {type(layers).__name__} as layers, expected a Sequential or a list"
+        ELASTIC.refuse(got, "Write the model as a list of its layers.", group, kind=TypeError)
+    else:
+        for number, entry in enumerate(layers):
+            if isinstance(entry, Sequence) and entry and all(map(_is_module, entry)):
+                found[str(number)] = nn.Sequential(*entry)
+            elif isinstance(entry, nn.Module):
+                found[str(number)] = entry
+            else:
+                got = f"got {type(entry).__name__} as layer {number}, expected a module or a list"
+                next_step = "Put what is frozen together in one list."
+                ELASTIC.refuse(got, next_step, group, kind=TypeError)
     if not found:
-        ELASTIC.refuse("got no layers", "Give them from the input on.")
+        ELASTIC.refuse("got no layers", "Give them from the input on.", group)
+    if len(set(found.values())) != len(found):
+        ELASTIC.refuse("got one module as two layers", "Make two modules.", group)
     return found
+
+
+def _is_module(value: object) -> bool:
+    return isinstance(value, nn.Module)
 
 
 def check_layers(

@@ -101,10 +101,12 @@ class PipeTransformer(ElasticLayers):
         self._communicators: list[Communicator] = []
         self._seconds, self._hits = 0.0, 0
         with self._on_all_ranks():
-            named = layers_by_name(layers)
+            named = layers_by_name(layers, group)
             self._check(loss, freeze, cache, schedule)
             for name, number in (("global_batch", global_batch), ("chunks", chunks)):
-                ELASTIC.expect(name, number, int, "a whole number", next_step="Pass a number.")
+                if not isinstance(number, int) or isinstance(number, bool):
+                    got = f"{name} is {type(number).__name__}, expected a whole number"
+                    self._refuse(got, "Pass a number.", TypeError)
             check_layers(named, optimizer, group)
         self._modules.update(named)
         self._layers = named

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from harness.faults import raises
 from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
+from harness.ranks import run_ranks
 from pipetransformer.elastic_runs import (
     LAYERS,
     ROWS,
@@ -327,7 +328,7 @@ def test_a_checkpoint_goes_on_under_any_plan(rank: int) -> None:
             trireme.load_checkpoint(f"{folder}/1", other, stepping)
 
 
-def test_one_process_alone() -> None:
+def train_in_one_process(rank: int) -> None:
     data = tanh_data()
     run, _ = run_of(pipe=True, costs=None, cache=trireme.ActivationCache(SAMPLES, 1 << 16))
     one = OneProcess()
@@ -339,3 +340,12 @@ def test_one_process_alone() -> None:
         one.freeze(run.freeze.frozen)
     assert run.plan is not None and run.plan.balance == [LAYERS]
     assert [entry.hits > 0 for entry in run.history] == [False] * 4 + [True]
+
+
+def test_one_process_without_a_group() -> None:
+    run_ranks(train_in_one_process, 1)
+
+
+@on_shm_ranks(1)
+def test_one_rank(rank: int) -> None:
+    train_in_one_process(rank)
