@@ -3,6 +3,7 @@
 #include <trireme/comm/gather_texts.h>
 #include <trireme/common/exception_text.h>
 #include <trireme/common/resolved.h>
+#include <trireme/memory/snapshot.h>
 #include <trireme/pipetransformer/layer_memory.h>
 #include <trireme/pipetransformer/rank_agreement.h>
 
@@ -125,6 +126,7 @@ class LayersMove {
     work_on_ranks(
         "the plan " + plan_, "Free memory, or stay with the plan that is.", [this] { make_room(); },
         &all_);
+    keep_snapshots();
     carry();
     std::vector<std::optional<MovedState>> moved;
     for (Arrival& arrival : arrivals_) moved.push_back(take(arrival));
@@ -163,22 +165,24 @@ class LayersMove {
   }
 
   void check(const LayerMove& move) const {
-    const auto refuse = [&](const std::string& got, const std::string& next_step) {
-      refuse_elastic("got " + got + " of layer '" + move.name + "'", &all_, next_step);
-    };
+    const std::string of = " of layer '" + move.name + "'";
     for (const Numbers& ranks : {move.before, move.after})
       if (ranks.empty() || !std::is_sorted(ranks.begin(), ranks.end()) || ranks.front() < 0 ||
           ranks.back() >= all_.world())
-        refuse(c10::str("ranks ", at::IntArrayRef(ranks)), "Pass those of the group, sorted.");
+        refuse_elastic(c10::str("got ranks ", at::IntArrayRef(ranks), of), &all_,
+                       "Pass those of the group, sorted.");
     const bool is_held = has(move.before, all_.rank());
     if (!is_held && (!move.state.empty() || !move.values.empty()))
-      refuse("optimizer state on a rank that does not hold it", "Leave it out.");
+      refuse_elastic("got optimizer state" + of + " on a rank that does not hold it", &all_,
+                     "Leave it out.");
     for (const NamedTensors& tensors : {move.tensors, move.state}) {
       for (const auto& [key, tensor] : tensors) {
         if (!tensor.defined() || tensor.layout() != at::kStrided)
-          refuse("'" + key + "', which is no dense tensor", "Make it one, or freeze it out.");
+          refuse_elastic("got '" + key + "'" + of + ", which is no dense tensor", &all_,
+                         "Make it one.");
         if (is_held && !has_memory(tensor))
-          refuse("'" + key + "' without memory", "Give the ranks that hold the layer.");
+          refuse_elastic("got '" + key + "'" + of + " without memory on a rank that holds it",
+                         &all_, "Give the ranks that hold the layer.");
       }
     }
   }
@@ -237,6 +241,15 @@ class LayersMove {
           at::empty_strided(said[2].get<Numbers>(), said[3].get<Numbers>(), options));
     }
     for (const auto& [key, tensor] : arrival.state.state) arrival.written.push_back(tensor);
+  }
+
+  // A save beside training may still read what is written here, or freed afterwards.
+  void keep_snapshots() const {
+    Tensors all;
+    for (const LayerMove& move : moves_)
+      for (const NamedTensors& tensors : {move.tensors, move.state})
+        for (const auto& [key, tensor] : tensors) all.push_back(tensor);
+    keep_snapshots_of(all);
   }
 
   // All ranks go through the layers in one order, so no rank waits for one that waits for it.

@@ -2,6 +2,7 @@
 
 #include <trireme/common/error.h>
 #include <trireme/common/exception_text.h>
+#include <trireme/optim/write_gate.h>
 #include <trireme/pipetransformer/layer_costs.h>
 #include <trireme/pipetransformer/layer_memory.h>
 #include <trireme/pipetransformer/layer_state.h>
@@ -161,12 +162,13 @@ at::Tensor PipeTransformerImpl::step(const at::Tensor& input, const at::Tensor& 
   const int64_t rows = rows_of(input);
   course_->check_batch(rows == options_.global_batch ? rows_of(target) : rows, ids);
   if (!course_->has_plan()) begin(input);
+  if (!runner_) rebuild();  // what made one has thrown
   try {
     optimizer_->zero_grad();
     const at::Tensor loss = runner_->step(input, ids, target);
     if (freezing_ && freezing_->begin_step())
       freezing_->measure(frozen_layers_->gradients(freezing_->frozen()));
-    optimizer_->step();
+    trireme::step(*optimizer_);
     return course_->mean_loss(loss);
   } catch (const std::exception& error) {
     announce("a step: " + one_line(what_of(error)));
@@ -200,11 +202,9 @@ void PipeTransformerImpl::follow_freezing() {
   frozen_layers_->freeze(freezing_->frozen());
   train(is_training());
   const ElasticPlan next = course_->next_plan(frozen());
-  if (next == course_->plan()) {
-    rebuild();
-  } else {
-    move_to(next);
-  }
+  if (next != course_->plan()) return move_to(next);
+  const bool follows = next.ranks_per_pipeline > 1 && !options_.cache;  // requires_grad
+  if (!follows) rebuild();
 }
 
 void PipeTransformerImpl::transform(const ElasticPlan& plan) {

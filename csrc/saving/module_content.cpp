@@ -74,7 +74,8 @@ std::vector<CheckpointTensor> tensors_of(const torch::nn::Module& module, const 
     if (!seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
     const HeldPart* held = part_of(parts, tensor);
     const std::string name = name_in_whole(module, item.key());
-    tensors.push_back(part_to_load(name, tensor.scalar_type(), tensor, held));
+    const at::Tensor& values = held != nullptr ? held->values : tensor;
+    tensors.push_back(part_to_load(name, tensor.scalar_type(), values, held));
     if (!loads && held == nullptr && where.rank != 0) tensors.back().part = {};
   }
   return tensors;

@@ -163,7 +163,8 @@ NamedOptimizer name_optimizer(Optimizer& optimizer,
       if (part != parts.end()) {
         member.held = &part->second;
         member.sizes = part->second.sizes;
-        if (sharded != nullptr) member.target = part->second.values;
+        const bool is_elsewhere = part->second.values.numel() == 0 && param.numel() > 0;
+        if (sharded != nullptr || is_elsewhere) member.target = part->second.values;
       }
       if (stepped.count(member.target.unsafeGetTensorImpl()) == 0) member.target = at::Tensor();
       members.push_back(std::move(member));

@@ -1,38 +1,38 @@
-// A transformer on characters, first in a pipeline over all ranks. As its layers freeze from the
-// input on, the pipeline shrinks, replicas of it take the ranks set free, and what frozen layers
-// return is kept for each sample.
+// Trains a transformer on characters in a pipeline that gets shorter as its layers freeze.
 //
-//   torchrun --no-python --nproc-per-node 2 build/current/examples/cpp/train_pipetransformer
-//   README.md
+//   torchrun --no-python --nproc-per-node 2 build/current/examples/cpp/train_pipetransformer TEXT
 //
-// The lines marked ELASTIC are all that a plain program has to change. It prints each epoch: the
-// loss of its last step, how many of the eight layers are frozen, and the plan. Behind the number
-// of epochs "ablation" trains again without the parts, one after the other, and prints what the
-// last epoch took. examples/python/train_pipetransformer.py is the same program in Python and
-// reaches the same losses.
+// Behind the text may stand the steps of an epoch and the number of epochs. The first run has all
+// parts of PipeTransformer. At the end of each epoch it prints the loss, how many of the eight
+// layers were frozen, and the plan: ranks per pipeline x replicas. Then comes the ablation: the
+// same batches and the same freeze schedule without some of the parts, and under plain
+// DistributedDataParallel. Sides that freeze reach the same loss, and so do those that do not.
+// examples/python/train_pipetransformer.py is the same program in Python and reaches the same
+// losses.
 
 #include <trireme/trireme.h>
 
 #include <torch/torch.h>
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <fstream>
+#include <functional>
 #include <iterator>
+#include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 constexpr int64_t kLength = 64;
 constexpr int64_t kCharacters = 128;
-constexpr int64_t kSamples = 256;
-constexpr int64_t kBatch = 32;  // on all ranks together
+constexpr int64_t kBatch = 32;  // of all ranks together, as kChunks
 constexpr int64_t kChunks = 8;
 constexpr int64_t kWidth = 64;
 constexpr int64_t kHeads = 4;
-constexpr int64_t kBlocks = 6;
-constexpr int64_t kCacheBytes = kSamples * (kLength * kWidth * 4 + 1024);
+constexpr int64_t kBlocks = 8;
 
 struct EmbedImpl : torch::nn::Module {
   EmbedImpl()
@@ -77,93 +77,211 @@ struct BlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(Block);
 
+// The embedding and the first block are frozen together.
+struct FirstImpl : torch::nn::Module {
+  FirstImpl(Embed embed_first, Block block_behind)
+      : embed(register_module("0", std::move(embed_first))),
+        block(register_module("1", std::move(block_behind))) {}
+  torch::Tensor forward(const torch::Tensor& text) { return block(embed(text)); }
+  Embed embed;
+  Block block;
+};
+TORCH_MODULE(First);
+
+struct LastImpl : torch::nn::Module {
+  LastImpl(Block block_in_front, torch::nn::Linear scores)
+      : block(register_module("0", std::move(block_in_front))),
+        head(register_module("1", std::move(scores))) {}
+  torch::Tensor forward(const torch::Tensor& input) { return head(block(input)); }
+  Block block;
+  torch::nn::Linear head;
+};
+TORCH_MODULE(Last);
+
+// What is frozen and moved at a time, the same on every rank.
+torch::nn::Sequential make_layers(torch::Device device) {
+  torch::manual_seed(0);
+  Embed embed;
+  std::vector<Block> blocks;
+  for (int64_t i = 0; i < kBlocks; ++i) blocks.emplace_back();
+  torch::nn::Linear head(kWidth, kCharacters);
+  torch::nn::Sequential layers;
+  layers->push_back(First(embed, blocks.front()));
+  for (size_t i = 1; i + 1 < blocks.size(); ++i) layers->push_back(blocks[i]);
+  layers->push_back(Last(blocks.back(), head));
+  layers->to(device);
+  return layers;
+}
+
 torch::Tensor loss_of(const torch::Tensor& scores, const torch::Tensor& next) {
   return torch::nn::functional::cross_entropy(scores.flatten(0, 1), next.flatten());
 }
 
-torch::Tensor read_samples(const char* path) {
-  std::ifstream file(path, std::ios::binary);
-  const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  TORCH_CHECK(text.size() > static_cast<size_t>(kLength + 1), "[train_pipetransformer] got '", path,
-              "' with ", text.size(), " characters, expected a text of more than ", kLength + 1,
-              ". Name another file.");
-  const torch::Tensor bytes = torch::from_blob(const_cast<char*>(text.data()),
-                                               {static_cast<int64_t>(text.size())}, torch::kByte);
-  const torch::Tensor windows =
-      bytes.to(torch::kLong).clamp_max(kCharacters - 1).unfold(0, kLength + 1, 1);
-  return windows.index_select(0, torch::arange(0, kSamples * 7, 7) % windows.size(0));
-}
+// Windows of a text, in another order in each epoch.
+class Data {
+ public:
+  Data(const char* path, int64_t steps, torch::Device device)
+      : steps_(steps),
+        samples_(steps * kBatch),
+        rows_(read(path, samples_).to(device)),
+        batches_({.rows = samples_, .size = kBatch}) {}
 
-// Which parts of PipeTransformer a run has.
-struct Parts {
-  const char* name;
-  bool freeze = true;
-  bool pipe = true;
-  bool cache = true;
+  int64_t steps() const { return steps_; }
+  torch::Tensor ids(int64_t epoch, int64_t step) { return batches_.whole(epoch * steps_ + step); }
+  torch::Tensor inputs(const torch::Tensor& ids) const { return of(ids).narrow(1, 0, kLength); }
+  torch::Tensor targets(const torch::Tensor& ids) const { return of(ids).narrow(1, 1, kLength); }
+
+  std::shared_ptr<trireme::ActivationCache> make_cache(const trireme::Context& ctx) const {
+    const int64_t row = kLength * kWidth * 4;
+    return std::make_shared<trireme::ActivationCache>(samples_, samples_ * (row + 64) + 4096,
+                                                      ctx.communicator());
+  }
+
+ private:
+  torch::Tensor of(const torch::Tensor& ids) const {
+    return rows_.index_select(0, ids.to(rows_.device()));
+  }
+
+  static torch::Tensor read(const char* path, int64_t samples) {
+    std::ifstream file(path, std::ios::binary);
+    const std::string text((std::istreambuf_iterator<char>(file)),
+                           std::istreambuf_iterator<char>());
+    TORCH_CHECK(text.size() > static_cast<size_t>(kLength + 1), "[train_pipetransformer] got '",
+                path, "' with ", text.size(), " characters, expected a text of more than ",
+                kLength + 1, ". Name another file.");
+    const torch::Tensor bytes = torch::from_blob(const_cast<char*>(text.data()),
+                                                 {static_cast<int64_t>(text.size())}, torch::kByte);
+    const torch::Tensor windows =
+        bytes.to(torch::kLong).clamp_max(kCharacters - 1).unfold(0, kLength + 1, 1);
+    return windows.index_select(0, torch::arange(samples) * 7 % windows.size(0));
+  }
+
+  int64_t steps_;
+  int64_t samples_;
+  torch::Tensor rows_;
+  trireme::GlobalBatch batches_;
 };
 
-// Trains from the beginning. Returns the last epoch, and the loss of its last step.
-std::pair<trireme::ElasticEpoch, double> train(trireme::Context& ctx, const torch::Tensor& samples,
-                                               int64_t epochs, const Parts& parts, bool prints) {
-  torch::manual_seed(0);
-  torch::nn::Sequential net;
-  net->push_back(Embed());
-  for (int64_t i = 0; i < kBlocks; ++i) net->push_back(Block());
-  net->push_back(torch::nn::Linear(kWidth, kCharacters));
-  net->to(ctx.device());
-  torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(1e-3));
+const trireme::FreezeOptions kSchedule{.alpha = 1.0 / 3, .rule = "schedule"};
 
-  trireme::PipeTransformerOptions options;  // ELASTIC, from here
+// One side of the ablation.
+struct Side {
+  bool freezes = false;
+  bool has_cache = false;
+  bool is_elastic = false;  // whether pipelines shrink and multiply
+  bool tells = false;
+};
+
+// Trains by PipeTransformer; returns the mean loss of the last epoch.
+double train_elastic(Data& data, int64_t epochs, const trireme::Context& ctx, const Side& side) {
+  torch::nn::Sequential layers = make_layers(ctx.device());
+  torch::optim::AdamW optimizer(layers->parameters(), torch::optim::AdamWOptions(1e-3));
+  trireme::PipeTransformerOptions options;
   options.global_batch = kBatch;
   options.chunks = kChunks;
-  options.freeze = trireme::FreezeOptions{.rule = "schedule"};
-  if (!parts.freeze) options.freeze.reset();
-  options.pipe = options.replicas = parts.pipe;
-  if (parts.cache)
-    options.cache =
-        std::make_shared<trireme::ActivationCache>(kSamples, kCacheBytes, ctx.communicator());
-  options.costs.assign(net->size(), 1.0);                            // left out, they are measured
-  trireme::PipeTransformer<> run(net, loss_of, optimizer, options);  // ELASTIC, to here
-
-  trireme::GlobalBatch batches({.rows = kSamples, .size = kBatch});
-  double loss = 0;
+  options.freeze.reset();
+  if (side.freezes) options.freeze = kSchedule;
+  options.pipe = options.replicas = side.is_elastic;
+  if (side.has_cache) options.cache = data.make_cache(ctx);
+  trireme::PipeTransformer<> run(layers, loss_of, optimizer, options);
+  double mean = 0;
   for (int64_t epoch = 0; epoch < epochs; ++epoch) {
-    for (int64_t step = 0; step < kSamples / kBatch; ++step) {
-      const torch::Tensor ids = batches.whole(epoch * (kSamples / kBatch) + step);
-      const torch::Tensor batch = samples.index_select(0, ids).to(ctx.device());
-      loss = run->step(batch.narrow(1, 0, kLength).contiguous(), ids,  // ELASTIC
-                       batch.narrow(1, 1, kLength).contiguous())
-                 .item<double>();
+    double total = 0;
+    for (int64_t step = 0; step < data.steps(); ++step) {
+      const torch::Tensor ids = data.ids(epoch, step);
+      total += run->step(data.inputs(ids), ids, data.targets(ids)).item<double>();
     }
-    const trireme::ElasticEpoch& was = run->end_epoch();  // ELASTIC
-    if (prints)
-      std::printf("epoch %ld  loss %.6f  frozen %ld  plan %ld x %ld\n", static_cast<long>(epoch),
-                  loss, static_cast<long>(was.frozen), static_cast<long>(was.ranks_per_pipeline),
-                  static_cast<long>(was.replicas));
+    mean = total / static_cast<double>(data.steps());
+    const trireme::ElasticEpoch& was = run->end_epoch();
+    if (side.tells && ctx.rank() == 0)
+      std::printf("epoch %ld  loss %.6f  frozen %ld  plan %ld x %ld  hits %ld\n",
+                  static_cast<long>(epoch), mean, static_cast<long>(was.frozen),
+                  static_cast<long>(was.ranks_per_pipeline), static_cast<long>(was.replicas),
+                  static_cast<long>(was.hits));
   }
-  return {run->history().back(), loss};
+  return mean;
+}
+
+// Layers behind those whose outputs are given.
+struct RestImpl : torch::nn::Module {
+  explicit RestImpl(torch::nn::Sequential all)
+      : layers(register_module("layers", std::move(all))) {}
+  torch::Tensor forward(const torch::Tensor& input, int64_t first) {
+    return trireme::run_layers(layers, first, static_cast<int64_t>(layers->size()), input);
+  }
+  torch::nn::Sequential layers;
+};
+TORCH_MODULE(Rest);
+
+// Trains by DistributedDataParallel; returns the mean loss of the last epoch.
+double train_ddp(Data& data, int64_t epochs, const trireme::Context& ctx, const Side& side) {
+  torch::nn::Sequential layers = make_layers(ctx.device());
+  Rest rest(layers);
+  trireme::DistributedDataParallel<Rest> ddp(rest);
+  torch::optim::AdamW optimizer(layers->parameters(), torch::optim::AdamWOptions(1e-3));
+  std::vector<trireme::FreezeLayer> names;
+  for (size_t i = 0; i < layers->size(); ++i) names.emplace_back("layers." + std::to_string(i));
+  std::optional<trireme::Freeze> freeze;
+  if (side.freezes) freeze.emplace(ddp, names, kSchedule, &optimizer);
+  const auto cache = side.has_cache ? data.make_cache(ctx) : nullptr;
+  trireme::CachedPrefix prefix{nullptr};
+  const int64_t share = kBatch / ctx.world();
+  double mean = 0;
+  for (int64_t epoch = 0; epoch < epochs; ++epoch) {
+    double total = 0;
+    for (int64_t step = 0; step < data.steps(); ++step) {
+      const torch::Tensor ids = data.ids(epoch, step).narrow(0, ctx.rank() * share, share);
+      const bool is_cached = !prefix.is_empty();
+      const torch::Tensor input = data.inputs(ids);
+      optimizer.zero_grad();
+      const torch::Tensor scores = is_cached
+                                       ? ddp->forward(prefix->forward(input, ids), freeze->frozen())
+                                       : ddp->forward(input, int64_t{0});
+      const torch::Tensor loss = loss_of(scores, data.targets(ids));
+      loss.backward();
+      if (freeze) freeze->step();
+      optimizer.step();
+      total += trireme::all_mean(*ctx.communicator(), loss.detach()).item<double>();
+    }
+    mean = total / static_cast<double>(data.steps());
+    if (!freeze || freeze->advance() == 0 || !cache) continue;
+    torch::nn::Sequential front;
+    for (int64_t i = 0; i < freeze->frozen(); ++i) front->push_back(*(layers->begin() + i));
+    prefix = trireme::CachedPrefix(front, cache);
+  }
+  return mean;
 }
 
 int main(int argc, char** argv) {
   if (argc < 2) {
-    std::fprintf(stderr, "usage: %s TEXT_FILE [EPOCHS [ablation]]\n", argv[0]);
+    std::fprintf(stderr, "usage: %s TEXT_FILE [STEPS [EPOCHS]]\n", argv[0]);
     return 2;
   }
-  const int64_t epochs = argc > 2 ? std::atoll(argv[2]) : 6;
-  const bool has_ablation = argc > 3 && std::strcmp(argv[3], "ablation") == 0;
+  const int64_t steps = argc > 2 ? std::atoll(argv[2]) : 16;
+  const int64_t epochs = argc > 3 ? std::atoll(argv[3]) : 6;
   trireme::Context ctx = trireme::init();
-  const torch::Tensor samples = read_samples(argv[1]);
-  const bool is_first = ctx.rank() == 0;
-  std::vector<Parts> rows{{"all"}};
-  if (has_ablation)
-    rows.insert(rows.end(), {{"without the cache", true, true, false},
-                             {"a fixed pipeline, freezing", true, false, false},
-                             {"a fixed pipeline", false, false, false}});
-  for (const Parts& parts : rows) {
-    const auto [last, loss] =
-        train(ctx, samples, epochs, parts, is_first && parts.name == rows[0].name);
-    if (is_first && has_ablation)
-      std::printf("%-28s loss %.6f  last epoch %.3f s\n", parts.name, loss, last.seconds);
+  Data data(argv[1], steps, ctx.device());
+  train_elastic(data, epochs, ctx, {true, true, true, /*tells=*/true});
+
+  using Train = double (*)(Data&, int64_t, const trireme::Context&, const Side&);
+  struct Row {
+    const char* name;
+    Train train;
+    Side side;
+  };
+  const std::vector<Row> rows = {{"DDP", train_ddp, {}},
+                                 {"DDP + Freeze", train_ddp, {true}},
+                                 {"DDP + Freeze + cache", train_ddp, {true, true}},
+                                 {"fixed pipeline", train_elastic, {}},
+                                 {"+ Freeze", train_elastic, {true}},
+                                 {"+ plan and transform", train_elastic, {true, false, true}},
+                                 {"all", train_elastic, {true, true, true}}};
+  for (const Row& row : rows) {
+    const auto begin = std::chrono::steady_clock::now();
+    const double loss = row.train(data, epochs, ctx, row.side);
+    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - begin;
+    if (ctx.rank() == 0)
+      std::printf("%-21s last loss %.6f  %5.1f s\n", row.name, loss, taken.count());
   }
   return 0;
 }

@@ -46,9 +46,9 @@ class FreezeCourse:
     def history(self) -> list[int]: ...
 
 # Which ranks a layer moves between, and what this one has of it. `tensors` are its parameters and
-# buffers, each tensor once, on every rank under the same names, without memory where it is not held.
-# `state` is the optimizer's, by names such as "weight.exp_avg", and `values` what is no tensor in it,
-# as a text (JSON): of a rank that holds the layer before.
+# buffers, each tensor once, on every rank under the same names, without memory where it is not
+# held. `state` is the optimizer's, by names such as "weight.exp_avg", and `values` what is no
+# tensor in it, as a text (JSON): of a rank that holds the layer before.
 class LayerMove:
     def __init__(
         self,
@@ -61,23 +61,23 @@ class LayerMove:
         values: str = "",
     ) -> None: ...
 
-# What a rank gets that is in `after` and not in `before`: the tensors are written in place, in memory
-# of their own again; the state is new tensors.
+# What a rank gets that is in `after` and not in `before`: the tensors are written in place, in
+# memory of their own again; the state is new tensors.
 class MovedState:
     @property
     def state(self) -> list[tuple[str, Tensor]]: ...
     @property
     def values(self) -> str: ...
 
-# Collective over `ranks`, whose numbers `before` and `after` have. One entry per move; None for a layer
-# that this rank held before, or does not hold after. Frees nothing: see free_memory(). ValueError on
-# all ranks: nothing was changed. DistBackendError: layers may be half moved.
+# Collective over `ranks`, whose numbers `before` and `after` have. One entry per move; None for a
+# layer that this rank held before, or does not hold after. Frees nothing: see free_memory().
+# ValueError on all ranks: nothing was changed. DistBackendError: layers may be half moved.
 def move_layers(
     moves: Sequence[LayerMove], *, plan: str, ranks: Communicator | None
 ) -> list[MovedState | None]: ...
 
-# Gives a tensor's memory back: it stays the same object, of the same sizes, and whoever reads it gets
-# an error of that text. move_layers() gives it memory again.
+# Gives a tensor's memory back: it stays the same object, of the same sizes, and whoever reads it
+# gets an error of that text. move_layers() gives it memory again.
 def free_memory(tensors: Sequence[Tensor], text: str) -> None: ...
 def has_memory(tensor: Tensor) -> bool: ...
 
@@ -124,8 +124,8 @@ class ElasticCourse:
     def plan(self) -> ElasticPlan: ...
     @property
     def where(self) -> str: ...  # "rank 3 of 4 under the plan 2 x 2 of 8 4 layers"
-    # Of the present plan: [begin, end) of the global batch that this rank's replica takes, and in how
-    # many micro-batches.
+    # Of the present plan: [begin, end) of the global batch that this rank's replica takes, and in
+    # how many micro-batches.
     @property
     def rows(self) -> tuple[int, int]: ...
     @property
@@ -133,8 +133,9 @@ class ElasticCourse:
     # [begin, end) of the layers that this rank holds.
     @property
     def own_layers(self) -> tuple[int, int]: ...
-    # Collective: ValueError on all ranks where one has a batch of another number of rows, or ids that
-    # are no int64 [rows]. At the beginning of each step, so that no rank goes into one alone.
+    # Collective: ValueError on all ranks where one has a batch of another number of rows, or ids
+    # that are no int64 [rows]. At the beginning of each step, so that no rank goes into one
+    # alone.
     def check_batch(self, rows: int, ids: Tensor | None) -> None: ...
     # The mean of the replicas' losses, 0-dim, on all ranks; collective.
     def mean_loss(self, loss: Tensor) -> Tensor: ...

@@ -330,8 +330,8 @@ def elastic_plan(
         memory: Bytes per layer, with ``limit``: the bytes that a rank may have.
 
     Returns:
-        ``ranks_per_pipeline``, ``replicas``, ``balance``, the layers of each rank of a pipeline, and
-        ``seconds``, what the most costly of these costs.
+        ``ranks_per_pipeline``, ``replicas``, ``balance``: the layers of each rank of a pipeline;
+        ``seconds``: what the most costly of these costs.
 
     Raises:
         ValueError: ``first`` or ``before`` are no factor of ``ranks``; more frozen layers than

@@ -246,7 +246,7 @@ TEST_CASE("ranks that move differently are refused before anything moves") {
        [](LayerMove& move, std::string&, int64_t rank) {
          if (rank == 0) free_memory(move.tensors[8].second, "gone");
        }},
-      {"optimizer state on a rank that does not hold it",
+      {"got optimizer state of layer 'layer' on a rank that does not hold it",
        [](LayerMove& move, std::string&, int64_t rank) {
          if (rank == 1) move.values = "{}";
        }},

@@ -366,7 +366,7 @@ TEST_CASE("a loss that throws on one rank ends the step on all, and the next one
           const at::Tensor ids = ids_of(0);
           const std::string text =
               text_of_error([&] { run->step(inputs_of(ids), ids, targets_of(ids)); });
-          wrong.unless_says(text, own.where.rank == 3 ? "no loss here" : "rank 3");
+          wrong.unless_says(text, "no loss here");
           throws = false;
         }
         run_epochs(*run, 5, kEpochs, losses);

@@ -1,5 +1,8 @@
 #include <trireme/strategies/pipeline/pipeline_stage.h>
 
+#include <trireme/activation/activation_cache.h>
+#include <trireme/activation/cached_prefix.h>
+
 #include <torch/nn.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim.h>
@@ -253,6 +256,65 @@ TEST_CASE("stages that do not fit are refused on all ranks") {
   });
   CHECK_THAT(many[0], Catch::Contains("got 2 tensors, expected 1 as the forward takes"));
   CHECK_FALSE(many[1].empty());
+}
+
+// Frozen layers, the same on all ranks, then a stage that is trained.
+torch::nn::Sequential frozen_front() {
+  torch::nn::Sequential front(torch::nn::Linear(4, 6), torch::nn::Tanh());
+  for (at::Tensor& parameter : front->parameters()) {
+    parameter.set_requires_grad(false);
+    parameter.copy_(at::sin(at::arange(parameter.numel())).view_as(parameter));
+  }
+  return front;
+}
+
+torch::nn::Linear trained_end() {
+  torch::nn::Linear end(6, 3);
+  const at::NoGradGuard no_grad;
+  for (at::Tensor& parameter : end->parameters())
+    parameter.copy_(at::cos(at::arange(parameter.numel())).view_as(parameter));
+  return end;
+}
+
+TEST_CASE("a CachedPrefix is the first stage, which takes the ids of its micro-batch") {
+  const auto alone = trained_end();
+  torch::nn::Sequential front = frozen_front();
+  torch::optim::SGD optimizer(alone->parameters(), 0.1);
+  Tensors losses;
+  for (int64_t step = 0; step < kSteps; ++step) {
+    optimizer.zero_grad();
+    const at::Tensor loss = loss_of(alone(front->forward(rows(0))), targets(0));
+    loss.backward();
+    optimizer.step();
+    losses.push_back(loss.detach());
+  }
+  std::vector<std::string> wrong;
+  run_thread_ranks(
+      2,
+      [&](ThreadRank& rank) {
+        const auto cache = std::make_shared<ActivationCache>(11, 1 << 16, rank.communicator);
+        const PipelineStageOptions options{.stage = rank.where.rank, .stages = 2};
+        std::vector<PipelineStage> own;
+        if (rank.where.rank == 0)
+          own.emplace_back(CachedPrefix(frozen_front(), cache, /*always=*/true), options);
+        else
+          own.emplace_back(trained_end(), options);
+        StagePipeline pipe(own, rank.communicator, PipelineOptions{.chunks = 1});
+        torch::optim::SGD stepped({at::zeros({1}, at::requires_grad())}, 0.1);
+        if (rank.where.rank == 1)
+          stepped.add_param_group(torch::optim::OptimizerParamGroup(pipe->parameters()));
+        for (int64_t step = 0; step < kSteps; ++step) {
+          stepped.zero_grad();
+          const at::Tensor loss = pipe->step({rows(0), at::arange(11)}, targets(0), loss_of);
+          stepped.step();
+          if (rank.where.rank == 1 && !loss.allclose(losses[static_cast<size_t>(step)]))
+            wrong.push_back("loss");
+        }
+        if (rank.where.rank == 0 && cache->stats().hits != 11 * (kSteps - 1))
+          wrong.push_back(c10::str(cache->stats().hits, " hits"));
+      },
+      std::chrono::seconds(30), Engine::kShm);
+  CHECK(wrong == std::vector<std::string>{});
 }
 
 }  // namespace trireme::pipeline_stage_test
