@@ -36,6 +36,9 @@ class Part:
 class Replica(Protocol):
     """One of the copies of the model, of which this rank is a part."""
 
+    def is_for(self, frozen: int) -> bool:
+        """Whether it is the one for so many frozen layers."""
+
     def backward(self, part: Part) -> Tensor:
         """Adds to the gradients of this rank's layers; returns the loss of the replica's rows."""
 
@@ -79,6 +82,7 @@ class WholeReplica:
         together: Together,
     ) -> None:
         names = list(layers)
+        self._frozen = frozen
         self._front = Prefix({name: layers[name] for name in names[:frozen]}, cache)
         behind = OrderedDict((name, layers[name]) for name in names[frozen:])
         self._rest: nn.Module = nn.Sequential(behind)
@@ -87,6 +91,9 @@ class WholeReplica:
             self._rest = DistributedDataParallel(self._rest, process_group=group, init_sync=False)
         self._loss = loss
         self._together = together
+
+    def is_for(self, frozen: int) -> bool:
+        return self._frozen == frozen
 
     def backward(self, part: Part) -> Tensor:
         loss = self._forward(part)
@@ -140,7 +147,8 @@ class StagedReplica:
     ) -> None:
         names, balance = list(layers), list(staging.plan.balance)
         # Frozen layers of later ranks get what crosses, which has no ids.
-        self._cached = min(frozen, balance[0]) if cache is not None else 0
+        self._most_cached = balance[0] if cache is not None else 0
+        self._cached = min(frozen, self._most_cached)
         dealt = OrderedDict((name, layers[name]) for name in names[self._cached :])
         if self._cached:
             front = Prefix({name: layers[name] for name in names[: self._cached]}, cache)
@@ -154,6 +162,9 @@ class StagedReplica:
             schedule=staging.schedule,
             loss=loss,
         )
+
+    def is_for(self, frozen: int) -> bool:
+        return self._cached == min(frozen, self._most_cached)  # the pipeline sees what is trained
 
     def backward(self, part: Part) -> Tensor:
         return self._pipe.step(*self._inputs(part), target=part.target)

@@ -125,6 +125,7 @@ class PipeTransformer(ElasticLayers):
             costs=None if costs is None else [float(cost) for cost in costs],
             ranks=communicator,
         )
+        self._chunks = chunks
         self._micro_rows = max(1, global_batch // chunks)
         self._placement = LayerPlacement(named, optimizer, communicator)
         self._freezes = freeze is not False
@@ -134,7 +135,6 @@ class PipeTransformer(ElasticLayers):
         self._freeze = Freeze(
             self.__dict__["_all_layers"], list(named), optimizer=optimizer, **options
         )
-        self._built_for = -1
         if not self._course.needs_costs:
             self._place(self._course.next_plan(0))
 
@@ -237,11 +237,11 @@ class PipeTransformer(ElasticLayers):
         self._place(self._course.next_plan(self._freeze.frozen))
 
     def _replica_now(self) -> Replica:
-        if self._replica is None or self._built_for != self._freeze.frozen:
-            self._replica = None  # what it holds goes before what comes is made
-            self._replica = self._build(self._course.plan)
-            self._built_for = self._freeze.frozen
-        return self._replica
+        replica = self._replica
+        if replica is None or not replica.is_for(self._freeze.frozen):
+            replica = self._replica = None  # what it holds goes before what comes is made
+            replica = self._replica = self._build(self._course.plan)
+        return replica
 
     def _build(self, plan: ElasticPlan) -> Replica:
         loss, frozen = self.__dict__["_loss"], self._freeze.frozen
@@ -302,7 +302,8 @@ class PipeTransformer(ElasticLayers):
             moves = self._placement.moves_to(holders)
         text = f"{plan.ranks_per_pipeline} x {plan.replicas}"
         self._placement.move(moves, holders, text)
-        self._replica = None
+        if not self._is_placed or plan != self._course.plan:
+            self._replica = None
         self._course.adopt(plan, self._freeze.frozen)
         self._is_placed = True
         self._replica_now()
@@ -310,7 +311,10 @@ class PipeTransformer(ElasticLayers):
     def _check_schedule(self, plan: ElasticPlan) -> None:
         ranks = plan.ranks_per_pipeline
         if ranks > 1:
-            pipeline_schedule(self._schedule, ranks=ranks, micro_batches=ranks, stages_per_rank=1)
+            micro_batches = self._chunks // plan.replicas
+            pipeline_schedule(
+                self._schedule, ranks=ranks, micro_batches=micro_batches, stages_per_rank=1
+            )
 
     def _mesh_of(self, plan: ElasticPlan) -> DeviceMesh:
         """The groups of that shape, which are made once, and what connects their ranks."""

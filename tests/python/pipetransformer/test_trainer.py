@@ -113,6 +113,28 @@ def test_whole_numbers_are_exact(rank: int) -> None:
 
 
 @on_shm_ranks(4)
+def test_optimizers_of_the_core_go_on(rank: int) -> None:
+    """And an epoch that changes nothing keeps what runs the plan."""
+    data = tanh_data()
+
+    def fused(parameters: Any) -> torch.optim.Optimizer:
+        return trireme.optim.AdamW(parameters, lr=0.01)
+
+    run, optimizer = run_of(optimizer=fused)
+    one = OneProcess(optimizer=fused)
+    for epoch, ranks in enumerate((4, 2, 1, 2, 4)):
+        change(run, optimizer, ranks)
+        steps = range(epoch * EPOCH, (epoch + 1) * EPOCH)
+        expected = train_alone(one, steps, data)
+        assert train(run, steps, data) == pytest.approx(expected, rel=1e-5), ranks
+        if ranks == 2:
+            running = run._replica
+            run.end_epoch()
+            one.freeze(run.freeze.frozen)
+            assert run._replica is running
+
+
+@on_shm_ranks(4)
 def test_plans_follow_what_is_frozen(rank: int) -> None:
     """By given costs: as elastic_plan() says; measured: one process's losses all the same."""
     data = tanh_data()
