@@ -28,7 +28,11 @@ def parts_of(quoted: str) -> list[str]:
 
 
 def is_in_sources(part: str) -> bool:
-    return any(part in text for text in JOINED)
+    for place, text in enumerate(JOINED):
+        if part in text:
+            JOINED.insert(0, JOINED.pop(place))  # what stands near it on the page is there, too
+            return True
+    return False
 
 
 def test_the_page_is_not_empty() -> None:

@@ -285,6 +285,33 @@ def test_harmless_layers_in_training_mode_are_welcome() -> None:
     call(nn.Dropout(0.0).train(), nn.LayerNorm(6).requires_grad_(False).train())
 
 
+def test_the_mode_is_looked_at_in_each_use() -> None:
+    layer = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)).requires_grad_(False).eval()
+    prefix = trireme.CachedPrefix([nn.Tanh(), layer], cache())
+    layer[0].train()  # does the same in both modes
+    for _ in range(2):
+        prefix(*some(1, 2))
+    layer[1].train()
+    with raises(ValueError, "got 'layers.1.1', a Dropout in training mode", form=RANKLESS_FORM):
+        prefix(*some(1, 2))
+    layer[1] = nn.Identity()
+    torch.testing.assert_close(prefix(*some(1, 2)), run([nn.Tanh(), layer], DATA[[1, 2]]))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_a_module_of_torchscript_is_looked_at_in_python() -> None:
+    layer = torch.jit.script(nn.Linear(6, 6).requires_grad_(False))
+    kept = cache()
+    prefix = trireme.CachedPrefix([layer], kept, always=True)
+    for _ in range(2):
+        torch.testing.assert_close(prefix(*some(1, 2)), run([layer], DATA[[1, 2]]))
+    assert counts(kept) == (2, 2)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    torch.testing.assert_close(prefix(*some(1, 2)), run([layer], DATA[[1, 2]]))
+    assert counts(kept) == (2, 4)
+
+
 def test_what_costs_more_to_read_is_not_stored() -> None:
     """A copy is dearer than nothing: from the eighth call on nothing is stored, unless asked."""
     x = torch.ones(4, 1 << 14)
