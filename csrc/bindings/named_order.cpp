@@ -52,8 +52,7 @@ void init_named_order(py::module_& module) {
                                                  NamedOrderOptions{report_after, give_up_after});
            }),
            py::arg("communicator"), py::arg("report_after"), py::arg("give_up_after"))
-      .def("announce", wrap_pybind_function_no_gil(&NamedOrder::announce), py::arg("operation"),
-           py::arg("waits") = false)
+      .def("announce", wrap_pybind_function_no_gil(&NamedOrder::announce), py::arg("operation"))
       .def("define_set", &NamedOrder::define_set, py::arg("set"), py::arg("ranks"),
            py::call_guard<py::gil_scoped_release>())
       .def("wait_for_next", wrap_pybind_function_no_gil(&NamedOrder::wait_for_next))

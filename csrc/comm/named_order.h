@@ -44,10 +44,9 @@ class TRIREME_API NamedOrder {
   NamedOrder(const NamedOrder&) = delete;
   NamedOrder& operator=(const NamedOrder&) = delete;
 
-  // Says that this rank has issued an operation. Does not wait. `waits`: the caller calls
-  // next_in_turn() at once, so that nobody else need look for it. Throws c10::DistBackendError if a
+  // Says that this rank has issued an operation. Does not wait. Throws c10::DistBackendError if a
   // rank is gone.
-  void announce(const NamedOperation& operation, bool waits = false);
+  void announce(const NamedOperation& operation);
   // Says on rank 0 who is in a set; does nothing elsewhere.
   void define_set(int64_t set, std::vector<int64_t> ranks);
 
@@ -104,6 +103,7 @@ class TRIREME_API NamedOrder {
   RankOf where_;
   std::shared_ptr<Communicator> communicator_;
   NamedOrderOptions options_;
+  std::chrono::microseconds patience_;  // of waits, before they sleep
   std::unique_ptr<SharedLog> log_;   // of ranks of one host
   std::unique_ptr<MessageBox> box_;  // of others
 

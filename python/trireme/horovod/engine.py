@@ -159,7 +159,7 @@ class Engine:
             HorovodInternalError: a rank is gone.
         """
         operation = Operation(named.kind, named.name, named.set_id, work, ended)
-        self._announce(operation, named, waits=False)
+        self._announce(operation, named)
         with self._lock:
             handle = next(self._numbers)
             self._handles[handle] = operation
@@ -168,10 +168,17 @@ class Engine:
     def run(self, named: Named, work: Work) -> Any:
         """Does the same and waits. Returns what ``work`` returns; raises, too, if it fails."""
         operation = Operation(named.kind, named.name, named.set_id, work, None)
-        self._announce(operation, named, waits=True)
+        if not self._begin_turn():
+            self._announce(operation, named)
+            return self._result_of(operation)
+        try:
+            self._announce(operation, named)
+            self._run_until(operation)
+        finally:
+            self._end_turn()
         return self._result_of(operation)
 
-    def _announce(self, operation: Operation, named: Named, waits: bool) -> None:
+    def _announce(self, operation: Operation, named: Named) -> None:
         key = operation.set_id, operation.name
         with self._lock:
             if self._failure is not None:
@@ -181,38 +188,46 @@ class Engine:
                 refuse(got, "Wait for the first one, or give another name.")
             self._pending[key] = operation
         try:
-            self._order.announce(named.operation, waits)
+            self._order.announce(named.operation)
         except dist.DistBackendError as error:
             with self._lock:
                 self._pending.pop(key, None)
             raise HorovodInternalError(str(error)) from None
 
     def _result_of(self, operation: Operation) -> Any:
+        if not operation.is_done and self._begin_turn():
+            try:
+                self._run_until(operation)
+            finally:
+                self._end_turn()
         if not operation.is_done:
-            self._run_until(operation)
             operation.wait_for_end()
         if operation.error is not None:
             raise operation.error
         return operation.result
 
-    def _run_until(self, operation: Operation) -> None:
-        """Runs what comes in this thread, until the operation is done, unless another does."""
+    def _begin_turn(self) -> bool:
+        """Says whether this thread runs what comes; otherwise another one does."""
         if not self._turn.acquire(blocking=False):
-            return
+            return False
+        if self._order.begin_turn():
+            return True
+        self._turn.release()
+        return False
+
+    def _end_turn(self) -> None:
+        self._order.end_turn()
+        self._turn.release()
+
+    def _run_until(self, operation: Operation) -> None:
+        """Runs what comes in this thread, which has the turn, until the operation is done."""
         try:
-            if not self._order.begin_turn():
-                return
-            try:
-                while not operation.is_done:
-                    agreed = self._order.next_in_turn()
-                    if agreed is not None:
-                        self._perform(agreed)
-            except dist.DistBackendError as error:
-                self._fail(str(error))
-            finally:
-                self._order.end_turn()
-        finally:
-            self._turn.release()
+            while not operation.is_done:
+                agreed = self._order.next_in_turn()
+                if agreed is not None:
+                    self._perform(agreed)
+        except dist.DistBackendError as error:
+            self._fail(str(error))
 
     def is_done(self, handle: int) -> bool:
         return self._operation_of(handle).is_done
