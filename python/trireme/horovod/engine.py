@@ -310,8 +310,7 @@ class Engine:
         begun_ns, timeline = time.monotonic_ns(), self.timeline
         if timeline is not None:
             timeline.mark_cycle()
-        with self._lock:
-            operation = self._pending.pop((agreed.set, agreed.name), None)
+        operation = self._pending.get((agreed.set, agreed.name))
         if operation is None:
             assert self.zeros is not None
             self.zeros(kind, agreed.terms, agreed.set)
@@ -321,11 +320,18 @@ class Engine:
         try:
             result, error = self._outcome_of(operation, agreed)
         except BaseException as interrupt:  # KeyboardInterrupt, in the thread that waits
-            operation.end(error=interrupt)
+            self._end(operation, None, interrupt)
             raise
         if timeline is not None:
             timeline.note(operation.name, operation.kind, operation.issued_ns, begun_ns, error)
-        operation.end(result, error)
+        self._end(operation, result, error)
+
+    def _end(self, operation: Operation, result: Any, error: BaseException | None) -> None:
+        """Ends what is in flight until then, unless the engine has failed meanwhile."""
+        with self._lock:
+            was_pending = self._pending.pop((operation.set_id, operation.name), None) is not None
+        if was_pending:
+            operation.end(result, error)
 
     def _outcome_of(
         self, operation: Operation, agreed: AgreedOperation
