@@ -22,8 +22,8 @@ void init_named_order(py::module_& module) {
       .def(py::init([](std::string name, int64_t set, std::string kind,
                        std::vector<std::pair<std::string, std::string>> terms, std::string payload,
                        bool can_have_zeros) {
-             return NamedOperation{std::move(name),  set,
-                                   std::move(kind),  std::move(terms),
+             return NamedOperation{std::move(name),    set,
+                                   std::move(kind),    std::move(terms),
                                    std::move(payload), can_have_zeros};
            }),
            py::arg("name"), py::arg("set"), py::arg("kind"), py::arg("terms"), py::arg("payload"),

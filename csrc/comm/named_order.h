@@ -32,8 +32,8 @@ struct NamedOrderOptions {
 //
 // Ranks of one host append what they issue to a log in shared memory (shared_log.h). Each reads all
 // of it in one order and has a book of its own, so all books decide alike: no rank is asked, and no
-// message is sent. A call that waits for its operation reads the log itself. On several hosts rank 0
-// has the book; a thread of each rank carries messages to and from it.
+// message is sent. A call that waits for its operation reads the log itself. On several hosts rank
+// 0 has the book; a thread of each rank carries messages to and from it.
 
 // Puts the named operations of all ranks into one order (name_book.h). Thread-safe.
 class TRIREME_API NamedOrder {
@@ -104,8 +104,8 @@ class TRIREME_API NamedOrder {
   std::shared_ptr<Communicator> communicator_;
   NamedOrderOptions options_;
   std::chrono::microseconds patience_;  // of waits, before they sleep
-  std::unique_ptr<SharedLog> log_;   // of ranks of one host
-  std::unique_ptr<MessageBox> box_;  // of others
+  std::unique_ptr<SharedLog> log_;      // of ranks of one host
+  std::unique_ptr<MessageBox> box_;     // of others
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable came_;

@@ -51,8 +51,18 @@ class Operation:
     """What a rank has issued. ``work`` takes the payloads of all ranks of the set, and returns what
     ``synchronize`` returns; ``ended`` is called when it is done."""
 
-    __slots__ = ("_ends", "ended", "error", "is_done", "issued_ns", "kind", "name", "result")
-    __slots__ += ("set_id", "work")
+    __slots__ = (
+        "_ends",
+        "ended",
+        "error",
+        "is_done",
+        "issued_ns",
+        "kind",
+        "name",
+        "result",
+        "set_id",
+        "work",
+    )
 
     def __init__(
         self, kind: str, name: str, set_id: int, work: Work, ended: Callable[[], None] | None
@@ -149,9 +159,7 @@ class Engine:
             self._unnamed[set_id, kind] += 1
         return f"{kind}.noname.{number}"
 
-    def issue(
-        self, named: Named, work: Work, *, ended: Callable[[], None] | None = None
-    ) -> int:
+    def issue(self, named: Named, work: Work, *, ended: Callable[[], None] | None = None) -> int:
         """Returns the handle of an operation that begins when all ranks have issued it.
 
         Raises:

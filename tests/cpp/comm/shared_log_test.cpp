@@ -30,7 +30,8 @@ std::string text_of(int64_t rank, int64_t number) {
 Texts append_and_read(SharedLog& log, int64_t rank, int64_t world, int64_t each) {
   Texts read;
   const auto take = [&] {
-    while (auto entry = log.take()) read.push_back(std::to_string(entry->from) + ": " + entry->text);
+    while (auto entry = log.take())
+      read.push_back(std::to_string(entry->from) + ": " + entry->text);
   };
   for (int64_t number = 0; number < each; ++number) {
     log.append(text_of(rank, number));
