@@ -22,8 +22,8 @@ void init_named_order(py::module_& module) {
       .def(py::init([](std::string name, int64_t set, std::string kind,
                        std::vector<std::pair<std::string, std::string>> terms, std::string payload,
                        bool can_have_zeros) {
-             return NamedOperation{std::move(name),  set,
-                                   std::move(kind),  std::move(terms),
+             return NamedOperation{std::move(name),    set,
+                                   std::move(kind),    std::move(terms),
                                    std::move(payload), can_have_zeros};
            }),
            py::arg("name"), py::arg("set"), py::arg("kind"), py::arg("terms"), py::arg("payload"),
@@ -52,8 +52,7 @@ void init_named_order(py::module_& module) {
                                                  NamedOrderOptions{report_after, give_up_after});
            }),
            py::arg("communicator"), py::arg("report_after"), py::arg("give_up_after"))
-      .def("announce", wrap_pybind_function_no_gil(&NamedOrder::announce), py::arg("operation"),
-           py::arg("waits") = false)
+      .def("announce", wrap_pybind_function_no_gil(&NamedOrder::announce), py::arg("operation"))
       .def("define_set", &NamedOrder::define_set, py::arg("set"), py::arg("ranks"),
            py::call_guard<py::gil_scoped_release>())
       .def("wait_for_next", wrap_pybind_function_no_gil(&NamedOrder::wait_for_next))

@@ -137,6 +137,7 @@ NamedOrder::NamedOrder(std::shared_ptr<Communicator> communicator, NamedOrderOpt
     : where_(communicator->rank_of()),
       communicator_(std::move(communicator)),
       options_(options),
+      patience_(shm::patience_of(where_.world)),
       log_(SharedLog::make(*communicator_)) {
   if (Host* host = communicator_->host()) options_.give_up_after = host->group().timeout();
   if (log_ || where_.rank == 0) book_ = std::make_unique<NameBook>(where_.world);
@@ -154,12 +155,12 @@ NamedOrder::~NamedOrder() {
   thread_.join();
 }
 
-void NamedOrder::announce(const NamedOperation& operation, bool waits) {
+void NamedOrder::announce(const NamedOperation& operation) {
   const std::lock_guard lock(mutex_);
   if (!failure_.empty()) C10_THROW_ERROR(DistBackendError, failure_);
   if (log_) {
     if (operation.kind != NameBook::kBegun) in_flight_.emplace(operation.set, operation.name);
-    if (!waits) show_reader();
+    show_reader();
     append(operation);
     return;
   }
@@ -275,7 +276,7 @@ std::optional<AgreedOperation> NamedOrder::next_in_turn() {
     sleeps = true;
     if (!look()) shm::sleep_on(log_->futex_of(Reader::kWaiting), seen);
   };
-  const shm::FutexWait wait(log_->futex_of(Reader::kWaiting), shm::patience_of(where_.world));
+  const shm::FutexWait wait(log_->futex_of(Reader::kWaiting), patience_);
   const bool has_come = shm::spin(shm::kLooksAwake, look) || wait.until(look, is_over, sleep);
   if (!has_come) this->look();
   const std::lock_guard lock(mutex_);
@@ -309,7 +310,7 @@ void NamedOrder::run() {
       };
       return shm::found_after(move, [this] { return stops_.load(); });
     };
-    shm::FutexWait(box_->futex(), shm::patience_of(where_.world)).until(step, is_over);
+    shm::FutexWait(box_->futex(), patience_).until(step, is_over);
   } catch (const std::exception& error) {
     const std::lock_guard lock(mutex_);
     end_with(what_of(error));

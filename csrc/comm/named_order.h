@@ -32,8 +32,8 @@ struct NamedOrderOptions {
 //
 // Ranks of one host append what they issue to a log in shared memory (shared_log.h). Each reads all
 // of it in one order and has a book of its own, so all books decide alike: no rank is asked, and no
-// message is sent. A call that waits for its operation reads the log itself. On several hosts rank 0
-// has the book; a thread of each rank carries messages to and from it.
+// message is sent. A call that waits for its operation reads the log itself. On several hosts rank
+// 0 has the book; a thread of each rank carries messages to and from it.
 
 // Puts the named operations of all ranks into one order (name_book.h). Thread-safe.
 class TRIREME_API NamedOrder {
@@ -44,10 +44,9 @@ class TRIREME_API NamedOrder {
   NamedOrder(const NamedOrder&) = delete;
   NamedOrder& operator=(const NamedOrder&) = delete;
 
-  // Says that this rank has issued an operation. Does not wait. `waits`: the caller calls
-  // next_in_turn() at once, so that nobody else need look for it. Throws c10::DistBackendError if a
+  // Says that this rank has issued an operation. Does not wait. Throws c10::DistBackendError if a
   // rank is gone.
-  void announce(const NamedOperation& operation, bool waits = false);
+  void announce(const NamedOperation& operation);
   // Says on rank 0 who is in a set; does nothing elsewhere.
   void define_set(int64_t set, std::vector<int64_t> ranks);
 
@@ -104,8 +103,9 @@ class TRIREME_API NamedOrder {
   RankOf where_;
   std::shared_ptr<Communicator> communicator_;
   NamedOrderOptions options_;
-  std::unique_ptr<SharedLog> log_;   // of ranks of one host
-  std::unique_ptr<MessageBox> box_;  // of others
+  std::chrono::microseconds patience_;  // of waits, before they sleep
+  std::unique_ptr<SharedLog> log_;      // of ranks of one host
+  std::unique_ptr<MessageBox> box_;     // of others
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable came_;

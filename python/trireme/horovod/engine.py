@@ -51,8 +51,18 @@ class Operation:
     """What a rank has issued. ``work`` takes the payloads of all ranks of the set, and returns what
     ``synchronize`` returns; ``ended`` is called when it is done."""
 
-    __slots__ = ("_ends", "ended", "error", "is_done", "issued_ns", "kind", "name", "result")
-    __slots__ += ("set_id", "work")
+    __slots__ = (
+        "_ends",
+        "ended",
+        "error",
+        "is_done",
+        "issued_ns",
+        "kind",
+        "name",
+        "result",
+        "set_id",
+        "work",
+    )
 
     def __init__(
         self, kind: str, name: str, set_id: int, work: Work, ended: Callable[[], None] | None
@@ -149,9 +159,7 @@ class Engine:
             self._unnamed[set_id, kind] += 1
         return f"{kind}.noname.{number}"
 
-    def issue(
-        self, named: Named, work: Work, *, ended: Callable[[], None] | None = None
-    ) -> int:
+    def issue(self, named: Named, work: Work, *, ended: Callable[[], None] | None = None) -> int:
         """Returns the handle of an operation that begins when all ranks have issued it.
 
         Raises:
@@ -159,7 +167,7 @@ class Engine:
             HorovodInternalError: a rank is gone.
         """
         operation = Operation(named.kind, named.name, named.set_id, work, ended)
-        self._announce(operation, named, waits=False)
+        self._announce(operation, named)
         with self._lock:
             handle = next(self._numbers)
             self._handles[handle] = operation
@@ -168,10 +176,17 @@ class Engine:
     def run(self, named: Named, work: Work) -> Any:
         """Does the same and waits. Returns what ``work`` returns; raises, too, if it fails."""
         operation = Operation(named.kind, named.name, named.set_id, work, None)
-        self._announce(operation, named, waits=True)
+        if not self._begin_turn():
+            self._announce(operation, named)
+            return self._result_of(operation)
+        try:
+            self._announce(operation, named)
+            self._run_until(operation)
+        finally:
+            self._end_turn()
         return self._result_of(operation)
 
-    def _announce(self, operation: Operation, named: Named, waits: bool) -> None:
+    def _announce(self, operation: Operation, named: Named) -> None:
         key = operation.set_id, operation.name
         with self._lock:
             if self._failure is not None:
@@ -181,38 +196,46 @@ class Engine:
                 refuse(got, "Wait for the first one, or give another name.")
             self._pending[key] = operation
         try:
-            self._order.announce(named.operation, waits)
+            self._order.announce(named.operation)
         except dist.DistBackendError as error:
             with self._lock:
                 self._pending.pop(key, None)
             raise HorovodInternalError(str(error)) from None
 
     def _result_of(self, operation: Operation) -> Any:
+        if not operation.is_done and self._begin_turn():
+            try:
+                self._run_until(operation)
+            finally:
+                self._end_turn()
         if not operation.is_done:
-            self._run_until(operation)
             operation.wait_for_end()
         if operation.error is not None:
             raise operation.error
         return operation.result
 
-    def _run_until(self, operation: Operation) -> None:
-        """Runs what comes in this thread, until the operation is done, unless another does."""
+    def _begin_turn(self) -> bool:
+        """Says whether this thread runs what comes; otherwise another one does."""
         if not self._turn.acquire(blocking=False):
-            return
+            return False
+        if self._order.begin_turn():
+            return True
+        self._turn.release()
+        return False
+
+    def _end_turn(self) -> None:
+        self._order.end_turn()
+        self._turn.release()
+
+    def _run_until(self, operation: Operation) -> None:
+        """Runs what comes in this thread, which has the turn, until the operation is done."""
         try:
-            if not self._order.begin_turn():
-                return
-            try:
-                while not operation.is_done:
-                    agreed = self._order.next_in_turn()
-                    if agreed is not None:
-                        self._perform(agreed)
-            except dist.DistBackendError as error:
-                self._fail(str(error))
-            finally:
-                self._order.end_turn()
-        finally:
-            self._turn.release()
+            while not operation.is_done:
+                agreed = self._order.next_in_turn()
+                if agreed is not None:
+                    self._perform(agreed)
+        except dist.DistBackendError as error:
+            self._fail(str(error))
 
     def is_done(self, handle: int) -> bool:
         return self._operation_of(handle).is_done
@@ -295,8 +318,7 @@ class Engine:
         begun_ns, timeline = time.monotonic_ns(), self.timeline
         if timeline is not None:
             timeline.mark_cycle()
-        with self._lock:
-            operation = self._pending.pop((agreed.set, agreed.name), None)
+        operation = self._pending.get((agreed.set, agreed.name))
         if operation is None:
             assert self.zeros is not None
             self.zeros(kind, agreed.terms, agreed.set)
@@ -306,11 +328,18 @@ class Engine:
         try:
             result, error = self._outcome_of(operation, agreed)
         except BaseException as interrupt:  # KeyboardInterrupt, in the thread that waits
-            operation.end(error=interrupt)
+            self._end(operation, None, interrupt)
             raise
         if timeline is not None:
             timeline.note(operation.name, operation.kind, operation.issued_ns, begun_ns, error)
-        operation.end(result, error)
+        self._end(operation, result, error)
+
+    def _end(self, operation: Operation, result: Any, error: BaseException | None) -> None:
+        """Ends what is in flight until then, unless the engine has failed meanwhile."""
+        with self._lock:
+            was_pending = self._pending.pop((operation.set_id, operation.name), None) is not None
+        if was_pending:
+            operation.end(result, error)
 
     def _outcome_of(
         self, operation: Operation, agreed: AgreedOperation

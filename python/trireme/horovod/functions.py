@@ -304,7 +304,7 @@ def _reduced_for_backward(
 ) -> tuple[torch.Tensor, ...]:
     for tensor in tensors:
         check_tensor(tensor)
-    if torch.is_grad_enabled() and any([one.requires_grad for one in tensors]):
+    if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
         return _Allreduce.apply(options, name, *tensors)
     return _reduced(options, name, tensors)
 

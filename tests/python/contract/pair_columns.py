@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import trireme
+import trireme.horovod as hvd
 from torch import Tensor, nn
 from torch.optim import SGD
 from trireme import pipelining, ps, remote
@@ -30,6 +31,7 @@ from contract.pair_runs import (
     STEPS,
     Alone,
     Checkpointed,
+    Horovod,
     Judged,
     Owned,
     Piped,
@@ -110,6 +112,18 @@ def in_rounds(row: Row, place: Place, made: Made) -> Run:
     place.closing.append(partial(rounds.__exit__, None, None, None))
     where = {"rank": dist.get_rank(), "world": dist.get_world_size()}
     return Rounded(row, place, made, model, model, optimizer, **where)
+
+
+def under_horovod(row: Row, place: Place, made: Made) -> Run:
+    hvd.init()
+    model = judged(made)
+    where = {"rank": dist.get_rank(), "world": dist.get_world_size()}
+    run = Horovod(row, place, made, model, model, sgd(made, model), **where)
+    with ExitStack() as stack:
+        stack.callback(hvd.shutdown)
+        run.wrap()
+        place.closing.append(stack.pop_all().close)
+    return run
 
 
 # --- pipelines -----------------------------------------------------------------------------------
@@ -282,6 +296,7 @@ COLUMNS = {
         ),
         Column("pipelining", staged, chunked, None, pushers=1),
         Column("LocalSGD", in_rounds, keeps=own_part),
+        Column("Horovod", under_horovod, keeps=own_part),
         Column("checkpoint", of_ranks(in_checkpoint), checkpointed=True),
         Column("remote owner", owned_elsewhere, at_once, None, pushers=1, remote=True),
         Column("worker", working, keeps=own_part),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import trireme
+import trireme.horovod as hvd
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
@@ -230,6 +231,23 @@ class Rounded(Run):
 
     def follow(self) -> None:
         """Parameters were written in place."""
+
+
+class Horovod(Run):
+    """A bare model, whose optimizer reduces gradients."""
+
+    def wrap(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer = hvd.DistributedOptimizer(self.optimizer)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.optimizer.set_backward_passes_per_step(2)
+        yield
+
+    def follow(self) -> None:
+        super().follow()
+        self.wrap()
 
 
 @dataclass

@@ -54,6 +54,7 @@ COLUMNS = {
     "Pipeline, threads": "pipeline.md#in-one-process",
     "pipelining": "pipeline.md#torchs-names",
     "LocalSGD": "local_sgd.md",
+    "Horovod": "horovod.md",
     "checkpoint": "activation_memory.md",
     "remote owner": "remote.md#modules",
     "worker": "parameter_server.md",
@@ -62,41 +63,41 @@ COLUMNS = {
 }
 
 GRID = """
-row                                             DD Z1 Z2 FS FG DC FC DP PR PT PS LS CK RO WK SV JN
-`ps.Embedding`, bsp                             +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-`ps.EmbeddingBag`, ssp                          +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-`ps.Embedding`, async                           +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-a layer whose parameters are a dense table      +  +  +  T1 T1 +  T1 +  +  +  +  Q1 +  T2 T3 +  +
-`remote.Module`                                 +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-a remote function that calls it                 +  +  +  +  C1 +  +  +  C1 +  C1 +  +  +  +  +  J1
-SyncBatchNorm                                   +  +  +  +  +  +  +  D2 P1 S1 P1 +  +  S2 +  +  J2
-BatchNorm                                       +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-a loss with parameters                          +  +  +  +  +  +  +  L1 +  +  L2 +  +  +  +  +  +
-a first layer that works in place               +  +  +  +  +  +  +  +  +  +  +  +  I1 +  +  +  +
-tied parameters                                 +  +  +  +  +  +  +  +  +  +  P2 +  +  +  +  +  +
-frozen parameters                               +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-`Freeze`                                        +  +  +  +  +  +  +  +  +  +  R1 +  +  R2 +  +  J3
-`checkpoint()`                                  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-`checkpoint(offload=)`                          +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-torch's `checkpoint`                            +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-`saved_tensors_hooks` around it                 +  +  +  +  +  +  +  +  +  +  +  +  +  H1 +  +  +
-`save_on_cpu` around it                         +  +  +  +  +  +  +  +  +  +  +  +  +  H1 +  +  +
-autocast                                        +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-GradScaler                                      +  +  +  +  +  +  +  +  G1 G1 G2 +  +  G3 G4 +  +
-`no_sync`                                       +  +  +  +  +  +  +  N1 +  +  N1 N1 +  N1 N1 +  +
-hooks of parameters                             +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-`get_extra_state`                               +  +  +  +  +  +  +  +  +  +  +  +  +  X1 +  X2 +
-`_save_to_state_dict` of its own                +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  X3 +
-complex parameters                              +  +  +  +  +  +  +  +  +  +  +  +  +  +  W1 +  +
-tensors negated or conjugated lazily            +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-sparse gradients                                +  +  +  +  +  K1 K1 +  +  +  +  +  +  +  W2 +  +
-`torch.compile`                                 +  +  +  +  +  +  +  D3 +  +  +  +  +  +  +  +  +
-`inference_mode`                                +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-several threads of the user's                   +  +  +  +  C1 +  +  +  C1 +  C1 +  +  +  +  +  C1
-DistributedDataParallel inside                  +  +  Z2 F2 F2 +  F2 D3 P4 P3 P4 Q2 +  O1 +  +  +
-`load_state_dict` in `writing()`                +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-`load_state_dict(assign=True)` in `writing()`   A1 +  +  A1 A1 A1 A1 A1 A1 A1 A1 Q3 A1 +  W3 A1 A1
-`to()` in `writing()`                           +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+row                                            DD Z1 Z2 FS FG DC FC DP PR PT PS LS HV CK RO WK SV JN
+`ps.Embedding`, bsp                            +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+`ps.EmbeddingBag`, ssp                         +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+`ps.Embedding`, async                          +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+a layer whose parameters are a dense table     +  +  +  T1 T1 +  T1 +  +  +  +  Q1 +  +  T2 T3 +  +
+`remote.Module`                                +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+a remote function that calls it                +  +  +  +  C1 +  +  +  C1 +  C1 +  +  +  +  +  +  J1
+SyncBatchNorm                                  +  +  +  +  +  +  +  D2 P1 S1 P1 +  +  +  S2 +  +  J2
+BatchNorm                                      +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+a loss with parameters                         +  +  +  +  +  +  +  L1 +  +  L2 +  +  +  +  +  +  +
+a first layer that works in place              +  +  +  +  +  +  +  +  +  +  +  +  +  I1 +  +  +  +
+tied parameters                                +  +  +  +  +  +  +  +  +  +  P2 +  +  +  +  +  +  +
+frozen parameters                              +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+`Freeze`                                       +  +  +  +  +  +  +  +  +  +  R1 +  +  +  R2 +  +  J3
+`checkpoint()`                                 +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+`checkpoint(offload=)`                         +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+torch's `checkpoint`                           +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+`saved_tensors_hooks` around it                +  +  +  +  +  +  +  +  +  +  +  +  +  +  H1 +  +  +
+`save_on_cpu` around it                        +  +  +  +  +  +  +  +  +  +  +  +  +  +  H1 +  +  +
+autocast                                       +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+GradScaler                                     +  +  +  +  +  +  +  +  G1 G1 G2 +  +  +  G3 G4 +  +
+`no_sync`                                      +  +  +  +  +  +  +  N1 +  +  N1 N1 V1 +  N1 N1 +  +
+hooks of parameters                            +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+`get_extra_state`                              +  +  +  +  +  +  +  +  +  +  +  +  +  +  X1 +  X2 +
+`_save_to_state_dict` of its own               +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  X3 +
+complex parameters                             +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  W1 +  +
+tensors negated or conjugated lazily           +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+sparse gradients                               +  +  +  +  +  K1 K1 +  +  +  +  +  +  +  +  W2 +  +
+`torch.compile`                                +  +  +  +  +  +  +  D3 +  +  +  +  +  +  +  +  +  +
+`inference_mode`                               +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+several threads of the user's                  +  +  +  +  C1 +  +  +  C1 +  C1 +  +  +  +  +  +  C1
+DistributedDataParallel inside                 +  +  Z2 F2 F2 +  F2 D3 P4 P3 P4 Q2 V2 +  O1 +  +  +
+`load_state_dict` in `writing()`               +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+`load_state_dict(assign=True)` in `writing()`  A1 +  +  A1 A1 A1 A1 A1 A1 A1 A1 Q3 A1 A1 +  W3 A1 A1
+`to()` in `writing()`                          +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
 """
 
 CELLS: dict[str, Cell] = {
@@ -239,6 +240,13 @@ CELLS: dict[str, Cell] = {
     "Q3": Refused(
         "[local_sgd] got ... which was replaced",
         "Load with `assign=False`, or make optimizer and rounds after loading.",
+    ),
+    "V1": Right(
+        "`backward_passes_per_step` in its place: passes add up, and are reduced with the last one."
+    ),
+    "V2": Refused(
+        "[horovod] got parameters of a module in DistributedDataParallel",
+        "Give the optimizer parameters of the plain module.",
     ),
     "A1": Right(
         "As in torch, an optimizer does not know parameters that were assigned: make it after "
