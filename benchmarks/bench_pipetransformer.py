@@ -13,8 +13,8 @@ off (1 minute): steps of `mlp` under DDP with a Freeze that freezes nothing, bes
 change (1 minute): the first step behind a change beside a usual one, under DDP, ZeRO 2 and
 fully_shard.
 
-reads (1 minute): a row from the cache beside a copy of it, and the memory of the cache on the host
-beside the bytes of its entries.
+reads (2 minutes): batches of 4 and of 32 rows out of the cache beside a copy of the same rows, and
+the memory of the cache on the host beside the bytes of its entries.
 
 Sides run in fresh processes, odd rounds reversed. A target is met when the median of the paired
 ratios is at or below it.
@@ -51,11 +51,12 @@ class Effort:
     steps: int
     blocks: int
     samples: int
+    reads: int
     tiny: bool
 
 
-FULL = Effort(rounds=7, epochs=EPOCHS, steps=STEPS, blocks=9, samples=64, tiny=False)
-QUICK = Effort(rounds=1, epochs=4, steps=2, blocks=2, samples=4, tiny=True)
+FULL = Effort(rounds=7, epochs=EPOCHS, steps=STEPS, blocks=9, samples=64, reads=41, tiny=False)
+QUICK = Effort(rounds=1, epochs=4, steps=2, blocks=2, samples=32, reads=3, tiny=True)
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
@@ -157,31 +158,37 @@ def bench_change(effort: Effort) -> list[dict[str, Any]]:
     return rows
 
 
-def bench_reads(effort: Effort) -> list[dict[str, Any]]:
+def bench_reads(effort: Effort) -> dict[str, Any]:
     """Measures and prints reads of the cache, and its memory; returns its part of the JSON."""
     sizes = ROW_FLOATS[:1] if effort.tiny else ROW_FLOATS
     found = [
-        measure_freeze(
-            "reads", samples=effort.samples, rounds=max(3, effort.blocks), row_floats=sizes
-        )
+        measure_freeze("reads", samples=effort.samples, rounds=effort.reads, row_floats=sizes)
         for _ in range(effort.rounds)
     ]
-    rows = []
+    rows: list[dict[str, Any]] = []
+    memories: list[dict[str, Any]] = []
     for number in range(len(sizes)):
-        runs = [[rank["rows"][number] for rank in ranks] for ranks in found]
-        reads = PairedRatio.of(
-            [run[0]["read_us"] for run in runs], [run[0]["copy_us"] for run in runs], READ_TARGET
-        )
+        runs = [[rank["sizes"][number] for rank in ranks] for ranks in found]
+        kib = runs[0][0]["bytes"] // 1024
+        for place, batch in enumerate(runs[0][0]["batches"]):
+            firsts = [run[0]["batches"][place] for run in runs]
+            ratio = PairedRatio.of(
+                [it["read_us"] for it in firsts], [it["copy_us"] for it in firsts], READ_TARGET
+            )
+            _print(f"{batch['rows']} rows of {kib} KiB, read / copy", ratio)
+            medians = {
+                name: statistics.median(it[name] for it in firsts)
+                for name in ("read_us", "copy_us")
+            }
+            rows.append({"kib": kib, "rows": batch["rows"], **medians, "ratio": asdict(ratio)})
         memory = PairedRatio.of(
             [sum(rank["pss"] for rank in run) for run in runs],
             [run[0]["entries"] for run in runs],
             MEMORY_TARGET,
         )
-        kib = runs[0][0]["bytes"] // 1024
-        _print(f"{kib} KiB, read / copy", reads)
         _print(f"{kib} KiB, shared memory of all ranks / bytes of entries", memory)
-        rows.append({"kib": kib, "read": asdict(reads), "memory": asdict(memory)})
-    return rows
+        memories.append({"kib": kib, "ratio": asdict(memory)})
+    return {"rows": rows, "memory": memories}
 
 
 def _print(what: str, ratio: PairedRatio) -> None:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ EPOCHS, STEPS, ALPHA = 6, 16, 1 / 3
 SIDES = ("ddp", "ddp+freeze", "ddp+freeze+cache")
 STRATEGIES = ("ddp", "zero2", "fully_shard")
 ROW_FLOATS = (1 << 14, 1 << 16, 1 << 18)  # of a cached row: 64 KiB, 256 KiB, 1 MiB
+TOKENS, BATCHES = 128, (4, 32)  # of an input, and rows of it that are read at a time
 
 
 def measure_freeze(what: str, **config: Any) -> list[Message]:
@@ -197,39 +199,48 @@ def change(config: Mapping[str, Any]) -> Message:
 
 
 def reads(config: Mapping[str, Any]) -> Message:
-    """us of a row from the cache, by its bytes, beside a copy of a row; and the memory of the
-    cache, shared pages counted by their share, beside the bytes of its entries."""
+    """us of batches out of the cache, by the bytes of a row, beside a copy of the same rows; and
+    the memory of the cache, shared pages counted by their share, beside the bytes of its entries.
+    """
     given = (config["samples"], config["rounds"])
-    return {"rows": [_reads_of(floats, *given) for floats in config["row_floats"]]}
+    return {"sizes": [_reads_of(floats, *given) for floats in config["row_floats"]]}
+
+
+def _frozen_front(floats: int) -> list[nn.Module]:
+    """Layers with about as many modules and parameters as four blocks of a GPT, which are quick."""
+    width = floats // TOKENS
+    blocks = [nn.Sequential(*(nn.LayerNorm(width) for _ in range(6))) for _ in range(4)]
+    torch.manual_seed(0)  # the same on both ranks
+    return [nn.Embedding(2, width), *blocks]
 
 
 def _reads_of(floats: int, samples: int, rounds: int) -> Message:
     taken = samples * (4 * floats + 64) + 4096
     cache = trireme.ActivationCache(samples, taken)
-    torch.manual_seed(0)  # the same on both ranks
-    layers = [nn.Embedding(1, floats).requires_grad_(False)]
+    layers = [layer.requires_grad_(False) for layer in _frozen_front(floats)]
     prefix = trireme.CachedPrefix(layers, cache, always=True)
-    ids = torch.arange(samples)
-    tokens = torch.zeros(samples, dtype=torch.long)
-    source = prefix(tokens, ids)
+    tokens = torch.randint(2, (samples, TOKENS), generator=torch.Generator().manual_seed(1))
+    source = prefix(tokens, torch.arange(samples))
     dist.barrier()
 
-    def per_row(call: Callable[[], object]) -> float:
+    def microseconds(call: Callable[[], object]) -> float:
         call()
         times = []
         for _ in range(rounds):
             begin = time.perf_counter()
             call()
-            times.append((time.perf_counter() - begin) * 1e6 / samples)
+            times.append((time.perf_counter() - begin) * 1e6)
         return statistics.median(times)
 
-    found: Message = {
-        "bytes": 4 * floats,
-        "entries": samples * 4 * floats,
-        "read_us": per_row(lambda: prefix(tokens, ids)),
-        "copy_us": per_row(lambda: torch.empty_like(source).copy_(source)),
-    }
-    assert torch.equal(prefix(tokens, ids), source) and cache.stats().misses <= samples
+    found: Message = {"bytes": 4 * floats, "entries": samples * 4 * floats, "batches": []}
+    for rows in BATCHES:
+        ids = torch.randperm(samples, generator=torch.Generator().manual_seed(rows))[:rows]
+        x = tokens[ids]
+        read_us = microseconds(partial(prefix, x, ids))
+        copy_us = microseconds(partial(source.index_select, 0, ids))
+        found["batches"].append({"rows": rows, "read_us": read_us, "copy_us": copy_us})
+        assert torch.equal(prefix(x, ids), source[ids])
+    assert cache.stats().misses <= samples
     dist.barrier()
     found["pss"] = _pss_of_shared_memory(taken)
     dist.barrier()

@@ -9,7 +9,6 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/pimpl.h>
 
-#include <cstddef>
 #include <memory>
 
 namespace trireme {
@@ -26,8 +25,6 @@ class TRIREME_API CachedPrefixImpl : public torch::nn::Module {
   at::Tensor forward(const at::Tensor& input, const at::Tensor& ids);
 
  private:
-  at::Tensor run(size_t first, at::Tensor value);
-
   torch::nn::Sequential layers_;
   PrefixCache outputs_;
 };

@@ -1,12 +1,14 @@
 #include <trireme/activation/prefix_cache.h>
 
 #include <trireme/common/error.h>
+#include <trireme/kernels/cpu/parallel.h>
 #include <trireme/memory/value_hash.h>
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/autocast_mode.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <map>
@@ -17,6 +19,7 @@ namespace trireme {
 namespace {
 
 constexpr int64_t kCallsBeforeAsking = 7;
+constexpr size_t kBytesPerThread = size_t{128} << 10U;
 
 class Stopwatch {
  public:
@@ -56,6 +59,21 @@ std::byte* data_of(const at::Tensor& tensor) {
   return static_cast<std::byte*>(tensor.mutable_data_ptr());
 }
 
+std::string name_in(const std::vector<PrefixTensor>& tensors, const at::Tensor& tensor) {
+  for (const PrefixTensor& one : tensors)
+    if (one.tensor.is_same(tensor)) return one.name;
+  return "layers";
+}
+
+// Calls body(i) for each row, on several threads where rows are large.
+void for_rows(size_t rows, size_t row_bytes, c10::function_ref<void(size_t row)> body) {
+  const size_t grain = std::max(kBytesPerThread / std::max(row_bytes, size_t{1}), size_t{1});
+  const auto range = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) body(static_cast<size_t>(i));
+  };
+  cpu::for_ranges(static_cast<int64_t>(rows), range, static_cast<int64_t>(grain));
+}
+
 at::Tensor numbers_of(const std::vector<int64_t>& places) { return at::tensor(places, at::kLong); }
 
 }  // namespace
@@ -70,18 +88,33 @@ void PrefixCache::refuse(const std::string& got, const std::string& next_step) c
   C10_THROW_ERROR(ValueError, error_text("cache", got, cache_->where(), next_step));
 }
 
-std::vector<PrefixCache::Seen> PrefixCache::look(const std::vector<PrefixTensor>& tensors) const {
-  std::vector<Seen> seen;
-  seen.reserve(tensors.size());
-  for (const PrefixTensor& one : tensors) {
-    if (one.is_parameter && one.tensor.requires_grad())
-      refuse("got parameter '" + one.name + "' that is trained, expected frozen layers",
-             "Call requires_grad_(False) on the layers, or freeze them with trireme.Freeze.");
-    const uint32_t version = one.tensor.is_inference() ? 0 : one.tensor._version();
-    seen.push_back({one.tensor.unsafeGetTensorImpl(), version,
-                    one.tensor.has_storage() ? one.tensor.const_data_ptr() : nullptr});
-  }
-  return seen;
+bool PrefixCache::are_as_seen(const PrefixLayers& layers) const {
+  size_t place = 0;
+  bool are_seen = !hashes_.empty();
+  layers.look([&](const at::Tensor& tensor, bool is_parameter) {
+    are_seen =
+        are_seen && seen_.is_unchanged(place, tensor) && !(is_parameter && tensor.requires_grad());
+    ++place;
+  });
+  return are_seen && place == seen_.size();
+}
+
+// Versions are noted in front of the hashes, so that a write in between is found in the next use.
+void PrefixCache::see(const PrefixLayers& layers) {
+  hashes_.clear();
+  SeenTensors now;
+  at::Tensor trained;
+  layers.look([&](const at::Tensor& tensor, bool is_parameter) {
+    if (is_parameter && tensor.requires_grad() && !trained.defined()) trained = tensor;
+    now.add(tensor);
+  });
+  const std::vector<PrefixTensor> tensors = layers.tensors();
+  if (trained.defined())
+    refuse(
+        "got parameter '" + name_in(tensors, trained) + "' that is trained, expected frozen layers",
+        "Call requires_grad_(False) on the layers, or freeze them with trireme.Freeze.");
+  hash_layers(tensors);
+  seen_ = std::move(now);
 }
 
 void PrefixCache::hash_layers(const std::vector<PrefixTensor>& tensors) {
@@ -135,20 +168,42 @@ std::vector<CacheRow> PrefixCache::rows_of(const at::Tensor& input,
   const at::Tensor own = input.detach().to(at::kCPU).contiguous();
   const size_t bytes = ids.empty() ? 0 : own.nbytes() / ids.size();
   const auto* data = static_cast<const std::byte*>(own.const_data_ptr());
-  std::vector<CacheRow> rows;
-  for (size_t i = 0; i < ids.size(); ++i)
-    rows.push_back({ids[i], hash_of_bytes(data + i * bytes, bytes)});
+  std::vector<CacheRow> rows(ids.size());
+  for_rows(rows.size(), bytes,
+           [&](size_t i) { rows[i] = {ids[i], hash_of_bytes(data + i * bytes, bytes)}; });
   hashing_.seconds += watch.seconds();
   hashing_.rows += static_cast<int64_t>(ids.size());
   return rows;
 }
 
-at::Tensor PrefixCache::run_layers(size_t first, const at::Tensor& input,
-                                   const std::vector<PrefixTensor>& tensors, const Run& run) {
+// Copies the rows that are there. Returns through how many layers each has gone.
+std::vector<int64_t> PrefixCache::read(const std::vector<CacheRow>& rows,
+                                       const std::vector<uint64_t>& keys, const at::Tensor& into) {
+  std::vector<int64_t> depths(rows.size());
+  const size_t row_bytes = rows.empty() ? 0 : into.nbytes() / rows.size();
+  const Stopwatch watch;
+  for_rows(rows.size(), row_bytes, [&](size_t i) {
+    depths[i] = cache_->read(rows[i], keys, data_of(into) + i * row_bytes);
+  });
+  const auto depth = static_cast<int64_t>(keys.size());
+  const auto is_there = [&](int64_t through) { return through == depth; };
+  if (std::all_of(depths.begin(), depths.end(), is_there)) {
+    reading_.seconds += watch.seconds();
+    reading_.rows += static_cast<int64_t>(rows.size());
+  }
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (depths[i] != ActivationCache::kOtherInput) continue;
+    turn_off(rows[i].id);
+    depths[i] = 0;
+  }
+  return depths;
+}
+
+at::Tensor PrefixCache::run_layers(size_t first, const at::Tensor& input, PrefixLayers& layers) {
   const at::NoGradGuard no_grad;
   const std::vector<at::Tensor> before = random_states(input);
   const Stopwatch watch;
-  at::Tensor outputs = run(first, input);
+  at::Tensor outputs = layers.run(first, input);
   if (first == 0) {
     running_.seconds += watch.seconds();
     running_.rows += input.size(0);
@@ -158,12 +213,21 @@ at::Tensor PrefixCache::run_layers(size_t first, const at::Tensor& input,
   if (!are_equal(random_states(input), before))
     refuse("got layers that draw random numbers, whose outputs are others each time",
            "Put them in evaluation mode, or behind the prefix.");
-  const std::vector<Seen> now = look(tensors);
-  for (size_t i = 0; i < now.size(); ++i)
-    if (!(now[i] == seen_[i]))
-      refuse("got layers that change '" + tensors[i].name + "' when they run",
-             "Put them in evaluation mode, or behind the prefix.");
+  expect_unchanged(layers);
   return outputs;
+}
+
+void PrefixCache::expect_unchanged(const PrefixLayers& layers) const {
+  size_t place = 0;
+  at::Tensor changed;
+  layers.look([&](const at::Tensor& tensor, bool) {
+    if (!changed.defined() && !seen_.is_unchanged(place, tensor)) changed = tensor;
+    ++place;
+  });
+  if (!changed.defined() && place == seen_.size()) return;
+  const std::string name = changed.defined() ? name_in(layers.tensors(), changed) : "layers";
+  refuse("got layers that change '" + name + "' when they run",
+         "Put them in evaluation mode, or behind the prefix.");
 }
 
 bool PrefixCache::stores() const {
@@ -218,70 +282,59 @@ void PrefixCache::store(const std::vector<CacheRow>& rows, const std::vector<uin
 }
 
 at::Tensor PrefixCache::forward(const at::Tensor& input, const at::Tensor& ids,
-                                const std::vector<PrefixTensor>& tensors, const Run& run) {
+                                PrefixLayers& layers) {
   const std::vector<int64_t> numbers = check(input, ids);
   const std::lock_guard lock(mutex_);
   const auto depth = static_cast<int64_t>(layers_.size());
-  ++calls_;
-  if (std::vector<Seen> now = look(tensors); now != seen_ || hashes_.empty()) {
-    hash_layers(tensors);
-    seen_ = std::move(now);
-  }
   const auto count = static_cast<int64_t>(numbers.size());
+  ++calls_;
+  if (!are_as_seen(layers)) see(layers);
   if (cache_->is_off()) {
     cache_->count({.misses = count, .depth = depth});
-    return run_layers(0, input, tensors, run);
+    return run_layers(0, input, layers);
   }
   const std::vector<uint64_t> keys = this->keys(input);
   const std::vector<CacheRow> rows = rows_of(input, numbers);
-  const std::optional<CacheForm> form = cache_->form();
-  std::map<int64_t, std::vector<int64_t>> places;  // rows by the layers that they went through
   at::Tensor found;
-  if (form) {
+  std::vector<int64_t> depths(rows.size());  // layers that each row has gone through
+  if (const std::optional<CacheForm> form = cache_->form()) {
     std::vector<int64_t> sizes{count};
     sizes.insert(sizes.end(), form->sizes.begin(), form->sizes.end());
     found = at::empty(sizes, form->dtype);
-    const Stopwatch watch;
-    for (int64_t i = 0; i < count; ++i) {
-      std::byte* into = data_of(found) + static_cast<size_t>(i) * form->bytes();
-      int64_t through = cache_->read(rows[static_cast<size_t>(i)], keys, into);
-      if (through == ActivationCache::kOtherInput) {
-        turn_off(numbers[static_cast<size_t>(i)]);
-        through = 0;
-      }
-      places[through].push_back(i);
-    }
-    const auto hits = static_cast<int64_t>(places.count(depth) > 0 ? places[depth].size() : 0);
-    if (hits == count) {
-      reading_.seconds += watch.seconds();
-      reading_.rows += hits;
-    }
-    cache_->count({.hits = hits, .misses = count - hits, .depth = depth});
-  } else {
-    cache_->count({.misses = count, .depth = depth});
+    depths = read(rows, keys, found);
   }
-  const bool has_none = !form || static_cast<int64_t>(places[0].size()) == count;
-  if (has_none) {
-    const at::Tensor outputs = run_layers(0, input, tensors, run);
+  const int64_t hits = std::count(depths.begin(), depths.end(), depth);
+  cache_->count({.hits = hits, .misses = count - hits, .depth = depth});
+  if (std::count(depths.begin(), depths.end(), 0) == count) {
+    const at::Tensor outputs = run_layers(0, input, layers);
     if (!cache_->is_off() && stores()) store(rows, keys, outputs);
     return outputs;
   }
+  if (hits < count && !complete(found, {input, rows, keys, depths}, layers))
+    return run_layers(0, input, layers);
+  return found.to(input.device());
+}
+
+// Returns whether it could: rows of two dtypes cannot be put together.
+bool PrefixCache::complete(const at::Tensor& found, const Batch& batch, PrefixLayers& layers) {
+  const c10::Device device = batch.input.device();
+  std::map<int64_t, std::vector<int64_t>> places;
+  for (size_t i = 0; i < batch.rows.size(); ++i)
+    places[batch.depths[i]].push_back(static_cast<int64_t>(i));
   for (const auto& [through, some] : places) {
-    if (through == depth || some.empty()) continue;
+    if (through == static_cast<int64_t>(batch.keys.size())) continue;
     const at::Tensor chosen = numbers_of(some);
-    const at::Tensor from = through == 0 ? input.index_select(0, chosen.to(input.device()))
-                                         : found.index_select(0, chosen).to(input.device());
-    const at::Tensor outputs = run_layers(static_cast<size_t>(through), from, tensors, run);
+    const at::Tensor from = through == 0 ? batch.input.index_select(0, chosen.to(device))
+                                         : found.index_select(0, chosen).to(device);
+    const at::Tensor outputs = run_layers(static_cast<size_t>(through), from, layers);
     expect_form(outputs);
-    if (outputs.scalar_type() != found.scalar_type()) {
-      return run_layers(0, input, tensors, run);  // rows of two dtypes cannot be put together
-    }
+    if (outputs.scalar_type() != found.scalar_type()) return false;
     found.index_copy_(0, chosen, outputs.to(at::kCPU));
     std::vector<CacheRow> theirs;
-    for (const int64_t place : some) theirs.push_back(rows[static_cast<size_t>(place)]);
-    if (!cache_->is_off() && stores()) store(theirs, keys, outputs);
+    for (const int64_t place : some) theirs.push_back(batch.rows[static_cast<size_t>(place)]);
+    if (!cache_->is_off() && stores()) store(theirs, batch.keys, outputs);
   }
-  return found.to(input.device());
+  return true;
 }
 
 }  // namespace trireme

@@ -14,7 +14,7 @@ namespace {
 
 constexpr uint64_t kMultiplier = 0x9e3779b97f4a7c15;
 constexpr size_t kWordBytes = sizeof(uint64_t);
-constexpr size_t kLanes = 4;  // so that no multiplication waits for the one before
+constexpr size_t kLanes = 8;  // so that no multiplication waits for the one before
 
 // Gives another result for each word, for a given hash: one word that differs is always found.
 uint64_t mix_word(uint64_t hash, uint64_t word) {

@@ -79,6 +79,5 @@ class PrefixCache:
         self,
         input: torch.Tensor,
         ids: torch.Tensor,
-        tensors: Sequence[tuple[int, str, torch.Tensor, bool]],
-        run: Callable[[int, torch.Tensor], torch.Tensor],
+        layers: Any,
     ) -> torch.Tensor: ...

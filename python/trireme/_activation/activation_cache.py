@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -114,6 +115,7 @@ class CachedPrefix(nn.Module):
             AREA.refuse(got, "Make one for the samples of the data set.", kind=TypeError)
         self.layers = nn.ModuleList(given)
         self.cache = cache
+        self._same: set[type[nn.Module]] = set()
         self._outputs = _C.PrefixCache(cache._core, list(map(_text_of, given)), always)
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
@@ -124,40 +126,59 @@ class CachedPrefix(nn.Module):
         if not isinstance(ids, Tensor):
             got = f"got {type(ids).__name__} as ids, expected a tensor with an id for each row"
             self._refuse(got, "Have the data set return the number of each sample.", TypeError)
-        self._expect_evaluation()
-        return self._outputs.forward(x, ids, list(self._tensors()), self._run)
+        return self._outputs.forward(x, ids, _Layers(self.layers, self._same, self.cache.group))
 
-    def _run(self, first: int, x: Tensor) -> Tensor:
+    def _refuse(self, got: str, next_step: str, kind: type[Exception] = ValueError) -> NoReturn:
+        AREA.refuse(got, next_step, self.cache.group, kind=kind)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """The layers of a prefix in one call, for the C++ core."""
+
+    modules: nn.ModuleList
+    same_in_both_modes: set[type[nn.Module]]
+    """Classes that are known not to depend on the training mode. The core asks
+    ``expect_evaluation`` where others are in it."""
+    group: dist.ProcessGroup | None
+
+    def run(self, first: int, x: Tensor) -> Tensor:
         value: Any = x
-        for layer in self.layers[first:]:
+        for layer in list(self.modules)[first:]:
             value = layer(value)
         if not isinstance(value, Tensor):
             got = f"got {type(value).__name__} from the layers, expected a tensor"
-            self._refuse(got, "Cache layers that return one tensor.", TypeError)
+            next_step = "Cache layers that return one tensor."
+            AREA.refuse(got, next_step, self.group, kind=TypeError)
         return value
 
-    def _tensors(self) -> Iterator[tuple[int, str, Tensor, bool]]:
-        for number, layer in enumerate(self.layers):
+    def named(self) -> list[tuple[int, str, Tensor, bool]]:
+        """Layer, name and tensor of each parameter and buffer, and whether it is a parameter."""
+        found: list[tuple[int, str, Tensor, bool]] = []
+        for number, layer in enumerate(self.modules):
             prefix = f"layers.{number}"
             for name, parameter in layer.named_parameters(prefix, remove_duplicate=False):
                 if hasattr(parameter, "placements"):
                     got = f"got parameter '{name}' that is sharded, expected layers that are whole"
-                    self._refuse(got, "Leave the prefix out of fully_shard.")
-                yield number, name, parameter, True
+                    AREA.refuse(got, "Leave the prefix out of fully_shard.", self.group)
+                found.append((number, name, parameter, True))
             for name, buffer in layer.named_buffers(prefix, remove_duplicate=False):
-                yield number, name, buffer, False
+                found.append((number, name, buffer, False))
+        return found
 
-    def _expect_evaluation(self) -> None:
-        for name, module in self.layers.named_modules(prefix="layers"):
+    def expect_evaluation(self) -> None:
+        for name, module in self.modules.named_modules(prefix="layers"):
             if module.training and _depends_on_mode(module):
-                self._refuse(
-                    f"got {name!r}, a {type(module).__name__} in training mode, expected "
-                    "evaluation mode",
-                    "Call eval() on the layers of the prefix, or freeze them with trireme.Freeze.",
+                got = f"got {name!r}, a {type(module).__name__} in training mode, expected "
+                next_step = (
+                    "Call eval() on the layers of the prefix, or freeze them with trireme.Freeze."
                 )
+                AREA.refuse(f"{got}evaluation mode", next_step, self.group)
+            if not isinstance(module, _MODAL):
+                self.same_in_both_modes.add(type(module))
 
-    def _refuse(self, got: str, next_step: str, kind: type[Exception] = ValueError) -> NoReturn:
-        AREA.refuse(got, next_step, self.cache.group, kind=kind)
+
+_MODAL = (_DropoutNd, nn.RNNBase, nn.MultiheadAttention, _NormBase, nn.RReLU)
 
 
 def _depends_on_mode(module: nn.Module) -> bool:
@@ -169,7 +190,7 @@ def _depends_on_mode(module: nn.Module) -> bool:
         return module.dropout > 0
     if isinstance(module, _NormBase):
         return isinstance(module, _BatchNorm) or module.track_running_stats
-    return isinstance(module, nn.RReLU)
+    return isinstance(module, _MODAL)
 
 
 def _text_of(layer: nn.Module) -> str:

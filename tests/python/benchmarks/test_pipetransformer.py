@@ -30,8 +30,9 @@ def made_up(what: str, **config: Any) -> list[dict[str, Any]]:
         return [{"plain": [10.0, 10.0], "freeze": [10.0, 10.4]}] * 2
     if what == "change":
         return [{"usual": [10.0, 10.0], "first": [11.0, 13.0]}] * 2
-    row = {"bytes": 1 << 16, "read_us": 30.0, "copy_us": 20.0, "pss": 52, "entries": 100}
-    return [{"rows": [row] * 3}] * 2
+    batches = [{"rows": rows, "read_us": 30.0, "copy_us": 20.0} for rows in (4, 32)]
+    size = {"bytes": 1 << 16, "batches": batches, "pss": 52, "entries": 100}
+    return [{"sizes": [size] * 3}] * 2
 
 
 def test_what_is_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -44,10 +45,13 @@ def test_what_is_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert [row["hits"][-1] for row in results["epochs"]["rows"]] == [16, 16, 16]
     assert results["off"]["ratio"]["median"] == pytest.approx(1.02)
     assert results["change"][0]["ratio"]["median"] == pytest.approx(1.2)
-    assert results["reads"][0]["read"]["median"] == pytest.approx(1.5)
-    assert results["reads"][0]["memory"]["median"] == pytest.approx(1.04)
+    reads = results["reads"]
+    assert [row["rows"] for row in reads["rows"]] == [4, 32] * 3
+    assert reads["rows"][0]["ratio"]["median"] == pytest.approx(1.5)
+    assert reads["memory"][0]["ratio"]["median"] == pytest.approx(1.04)
 
 
+@pytest.mark.usefixtures("forked_measure")
 def test_small_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(bench_pipetransformer, "STRATEGIES", ("zero2",))
     file = tmp_path / "pipetransformer.json"
@@ -59,5 +63,6 @@ def test_small_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert frozen["loss"] == pytest.approx(cached["loss"], rel=1e-5)
     assert cached["hits"][-1] > 0 == frozen["hits"][-1]
     assert [row["strategy"] for row in results["change"]] == ["zero2"]
-    (reads,) = results["reads"]
-    assert reads["memory"]["median"] < 1.1
+    (memory,) = results["reads"]["memory"]
+    assert memory["ratio"]["median"] < 1.1
+    assert all(row["read_us"] > 0 < row["copy_us"] for row in results["reads"]["rows"])

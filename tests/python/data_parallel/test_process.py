@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from typing import Any
 
 import pytest
 import torch
-import trireme
 from torch import Tensor, nn
 
 from data_parallel.cases import TIME_LIMIT, Called, assert_same_backward, pair, square_mean
+from harness.interpreters import Interpreter, run_interpreters
 from harness.models import batch, mlp
 from harness.ranks import run_ranks
 
@@ -155,30 +153,8 @@ ENDS = {
 }
 
 
-def run_all_ends() -> dict[str, subprocess.Popen[str]]:
-    folder = os.path.dirname(os.path.dirname(trireme.__file__))
-    path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {
-        name: subprocess.Popen(
-            [sys.executable, "-c", PROGRAM.format(last=last)],
-            env={**os.environ, "PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name, last in ENDS.items()
-    }
-
-
 def test_the_end_of_the_interpreter() -> None:
     """Nothing crashes, waits or talks: with graphs alive, after an error, while replicas work."""
-    processes = run_all_ends()
-    try:
-        for name, process in processes.items():
-            output, errors = process.communicate(timeout=90)
-            expected = 5 if name == "in forward" else 0
-            assert (process.returncode, output, errors) == (expected, "", ""), name
-    finally:
-        for process in processes.values():
-            process.kill()
-            process.wait()
+    programs = [Interpreter(PROGRAM.format(last=last)) for last in ENDS.values()]
+    for name, ended in zip(ENDS, run_interpreters(programs, timeout=90), strict=True):
+        assert ended == (5 if name == "in forward" else 0, "", ""), name

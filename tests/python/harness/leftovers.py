@@ -44,27 +44,33 @@ class LeftBehind(AssertionError):
     """A case has passed, and has not restored its process."""
 
 
-def look() -> Look:
-    """The state of this process, by name: a value, or things by key."""
-    return {name: now() for name, now in (_VALUES | _THINGS).items()}
+def look(things: Look | None = None) -> Look:
+    """The state of this process, by name: a value, or things by key.
+
+    ``things`` are those that expect() has found, if nothing has run since.
+    """
+    found = {name: now() for name, now in _THINGS.items()} if things is None else things
+    return {name: now() for name, now in _VALUES.items()} | found
 
 
-def expect(before: Look) -> None:
+def expect(before: Look) -> Look:
     """Raises LeftBehind unless all is as it was, at the latest when what ends by itself has had
-    PATIENCE_S for that."""
+    PATIENCE_S for that. Returns the things that are there."""
     _clear_torchs_caches()
     gc.collect()
     deadline = time.monotonic() + PATIENCE_S
-    left = _left(before)
+    left, things = _left(before)
     while left.keys() & _ENDING and time.monotonic() < deadline:
         time.sleep(0.01)
-        left = _left(before)
+        left, things = _left(before)
     if left:
         texts = [f"{name}: {text}" for name, text in left.items()]
         raise LeftBehind(f"the case left behind: {'; '.join(texts)}")
+    return things
 
 
-def _left(before: Look) -> dict[str, str]:
+def _left(before: Look) -> tuple[dict[str, str], Look]:
+    """What is there now and was not then, as texts; and all things that are there."""
     left = {}
     for name, now in _VALUES.items():
         value, was = now(), before[name]
@@ -72,35 +78,46 @@ def _left(before: Look) -> dict[str, str]:
             if isinstance(was, dict):
                 value, was = _less(value, was), _less(was, value)
             left[name] = f"{value!r}, was {was!r}"
-    for name, things in _THINGS.items():
-        more = {key: text for key, text in things().items() if key not in before[name]}
+    found = {name: things() for name, things in _THINGS.items()}
+    for name, things in found.items():
+        more = {key: text for key, text in things.items() if key not in before[name]}
         if more:
             left[name] = ", ".join(sorted(more.values()))
-    return left
+    return left, found
 
 
 def _less(some: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
     return {key: it for key, it in some.items() if key not in others or others[key] != it}
 
 
+_searched: set[str] = set()
+_caches: list[Any] = []
+_planners: list[Any] = []
+
+
 def _clear_torchs_caches() -> None:
     """What torch knows of DTensors by their meshes; these hold process groups for ever."""
-    for name, module in list(sys.modules.items()):
+    new = sys.modules.keys() - _searched
+    _searched.update(new)
+    for name in new:
         if name.startswith(("torch.distributed.tensor", "torch.distributed.device_mesh")):
-            for key, value in _own(module):
-                if type(value) is functools._lru_cache_wrapper:
-                    value.cache_clear()
-                elif key == "_planner_cache":
-                    value.clear()
+            own = list(_own(sys.modules[name]))
+            _caches.extend(it for _, _, it in own if type(it) is functools._lru_cache_wrapper)
+            _planners.extend(owner for owner, key, _ in own if key == "_planner_cache")
+    for cache in _caches:
+        cache.cache_clear()
+    for owner in _planners:
+        owner._planner_cache.clear()
     debug._clear_sharding_prop_cache()
 
 
-def _own(module: ModuleType) -> Iterator[tuple[str, Any]]:
-    """What a module and its classes define."""
+def _own(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
+    """What a module and its classes define, each with its owner and its name."""
     for key, value in vars(module).items():
-        yield key, value
+        yield module, key, value
         if type(value) is type and value.__module__ == module.__name__:
-            yield from ((name, getattr(own, "__func__", own)) for name, own in vars(value).items())
+            for name, own in vars(value).items():
+                yield value, name, getattr(own, "__func__", own)
 
 
 def _objects(things: Iterable[Any]) -> dict[Any, str]:
@@ -192,7 +209,10 @@ _SHARED = re.compile(r"^\S+ \S+ \S+ \S+ \d+ +(/dev/shm/trireme\S*|/memfd:trireme
 
 
 def _shared_memory() -> dict[Any, str]:
-    return {name: name for name in _SHARED.findall(Path("/proc/self/maps").read_text())}
+    maps = Path("/proc/self/maps").read_text()
+    if "/dev/shm/trireme" not in maps and "/memfd:trireme" not in maps:  # much faster than a search
+        return {}
+    return {name: name for name in _SHARED.findall(maps)}
 
 
 def _tensors() -> dict[Any, str]:

@@ -180,6 +180,7 @@ def _run_cases(pipe: Connection, stacks: str) -> None:
     tqdm.monitor_interval = 0  # torch.export draws progress, and tqdm keeps a thread for that
     gc.freeze()  # what was imported before the fork: looking through it takes half a second
     goes_on = True
+    things = None
     while goes_on:
         try:
             variables, restores, call = pickle.loads(pipe.recv_bytes())
@@ -187,13 +188,17 @@ def _run_cases(pipe: Connection, stacks: str) -> None:
             return
         os.environ.clear()
         os.environ.update({**clean, **variables})
-        outcome = _outcome_of(call, restores)
+        outcome, things = _outcome_of(call, restores, things)
         # The other ranks see this one end if it has failed, or does not restore its process.
         goes_on = restores and not outcome.error
         pipe.send(outcome)
 
 
-def _outcome_of(call: bytes, restores: bool) -> Outcome:
+def _outcome_of(
+    call: bytes, restores: bool, things: dict[str, Any] | None
+) -> tuple[Outcome, dict[str, Any] | None]:
+    """Runs a case; ``things`` are those that leftovers.expect() has found behind the one before.
+    Returns its outcome, and those found behind it."""
     from harness import leftovers  # the server has imported it; pytest need not
 
     try:
@@ -201,15 +206,14 @@ def _outcome_of(call: bytes, restores: bool) -> Outcome:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         sys.excepthook = sys.__excepthook__  # a group of torch's wraps it, and leaves it so
-        before = leftovers.look()
+        before = leftovers.look(things)
         buffer = io.BytesIO()
         with warnings.catch_warnings():  # torch's Join changes its filters
             torch.save(fn(*args), buffer)
         fn = args = None
-        if restores:
-            leftovers.expect(before)
-        return Outcome(result=buffer.getvalue())
+        found = leftovers.expect(before) if restores else None
+        return Outcome(result=buffer.getvalue()), found
     except BaseException as error:
         at = time.monotonic()  # one clock for all processes
         kind = traceback.format_exception_only(error)[-1].partition("\n")[0]
-        return Outcome(error=f"{kind}\n{traceback.format_exc()}", at=at)
+        return Outcome(error=f"{kind}\n{traceback.format_exc()}", at=at), None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -20,6 +19,7 @@ from trireme import ps
 from harness.deaths import Death, assert_seen_soon, die, die_when_awaited, run_deaths
 from harness.faults import HOUSE_FORM, kill_this_rank, raises
 from harness.forks import in_child
+from harness.interpreters import Interpreter, run_interpreters
 from harness.meeting import process_of, say, state_of, stay_until, until, until_inside
 from harness.models import mlp
 from harness.on_ranks import AGES_S, on_shm_ranks
@@ -209,13 +209,8 @@ except dist.DistBackendError as error:
 def test_what_ends_the_program_is_told(tmp_path: Path, end: str, said: str) -> None:
     """Also without a with block."""
     store = f"file://{tmp_path / 'store'}"
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", ENDS, str(rank), store, end], **pipes)
-        for rank in range(2)
-    ]
-    texts = [rank.communicate(timeout=100)[0] for rank in ranks]
-    assert said in texts[0]
+    (_, text, _), _ = run_interpreters([Interpreter(ENDS, rank, store, end) for rank in range(2)])
+    assert said in text
 
 
 @pytest.mark.parametrize("mode", ["bsp", "ssp"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +12,7 @@ import trireme
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
+from harness.interpreters import Interpreter, run_interpreters
 from pipeline.ranks import WIDTH, rows, tanh_layers
 
 CHUNKS = 4
@@ -164,11 +163,9 @@ asyncio.run(main())
 
 
 def test_in_a_notebook() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-"], input=_NOTEBOOK, capture_output=True, text=True, timeout=120
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split("\n")[:-1] == ["1 ArithmeticError no number", "True"]
+    ((code, printed, errors),) = run_interpreters([Interpreter(_NOTEBOOK)])
+    assert code == 0, errors
+    assert printed.split("\n")[:-1] == ["1 ArithmeticError no number", "True"]
 
 
 def test_a_loss_without_a_graph_raises() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from trireme import ps, remote
 
 from harness.faults import kill_this_rank, note_death, seconds_since_death
 from harness.forks import in_child
+from harness.interpreters import Interpreter, run_interpreters
 from harness.meeting import process_of, say, state_of, stay_until, store, until
 from harness.models import batch
 from harness.on_ranks import AGES_S, on_shm_ranks
@@ -384,18 +383,11 @@ print("has stopped", flush=True)
 def test_an_exception_that_ends_a_program(tmp_path: Path) -> None:
     """It hangs nowhere: neither who raises, though calls wait for it, nor the others."""
     place = f"file://{tmp_path / 'store'}"
-    command = [sys.executable, "-c", ENDS]
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    ranks = [subprocess.Popen([*command, str(rank), place], **pipes) for rank in range(2)]
-    try:
-        said = [rank.communicate(timeout=100) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert ranks[0].returncode == 0, said[0][1]
-    assert "p1 (rank 1)" in said[0][0] and "has stopped" in said[0][0]
-    assert ranks[1].returncode == 1 and "ArithmeticError: the data are broken" in said[1][1]
+    first, second = run_interpreters([Interpreter(ENDS, rank, place) for rank in range(2)])
+    code, printed, errors = first
+    assert code == 0, errors
+    assert "p1 (rank 1)" in printed and "has stopped" in printed
+    assert second[0] == 1 and "ArithmeticError: the data are broken" in second[2]
 
 
 @on_shm_ranks(2, timeout=40, patience_s=AGES_S, dying=[1])

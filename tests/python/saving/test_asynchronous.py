@@ -6,9 +6,6 @@ import gc
 import os
 import resource
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +20,7 @@ from torch import nn
 
 from harness.deaths import Death, assert_seen_soon, die, run_deaths
 from harness.faults import RANKLESS_FORM, raises
+from harness.interpreters import Interpreter, run_interpreters
 from harness.models import mlp
 from harness.on_ranks import on_shm_ranks
 from harness.tensors import assert_bits
@@ -345,14 +343,14 @@ if how == "dropped":
 
 @pytest.mark.parametrize("how", ["end", "fork", "dropped", "unfetched", "error"])
 def test_the_end_of_a_program_waits(how: str, tmp_path: Path) -> None:
-    program = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path / "ck"), how]
-    ended = subprocess.run(program, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode == 0) == (how != "error"), ended.stderr
+    program = Interpreter(PROGRAM, tmp_path / "ck", how)
+    ((code, _, errors),) = run_interpreters([program], timeout=60)
+    assert (code == 0) == (how != "error"), errors
     assert not (tmp_path / "ck.saving").exists()
     weight = on_disk(str(tmp_path / "ck"))["weight"]
     if how != "error":
         assert torch.equal(weight, torch.full((300, 300), 7.0))
-    assert ("nobody has called its wait()" in ended.stderr) == (how == "unfetched")
+    assert ("nobody has called its wait()" in errors) == (how == "unfetched")
 
 
 def test_a_parameter_server_refuses_it(tmp_path: Path) -> None:

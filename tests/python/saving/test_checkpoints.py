@@ -6,10 +6,6 @@ import json
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +18,7 @@ from torch import nn
 from trireme import Checkpoints, GlobalBatch
 
 from harness.faults import RANKLESS_FORM, raises
+from harness.interpreters import Interpreter
 from harness.models import mlp
 from harness.on_ranks import on_shm_ranks
 from harness.tensors import assert_bits
@@ -357,14 +354,11 @@ def test_a_whole_checkpoint_is_there_after_each_kill(tmp_path: Path) -> None:
     drawn = random.Random(3)
     last = 0
     for _ in range(3):
-        program = [sys.executable, "-c", textwrap.dedent(SOAK), str(folder)]
-        process = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
+        process = Interpreter(SOAK, folder)
         for _ in range(drawn.randint(3, 12)):
             process.stdout.readline()
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        process.kill()
+        process.communicate()
         model = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 64))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         saves = Checkpoints(folder, model, optimizer, every=2)

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +14,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from harness.faults import message_of, raises
+from harness.interpreters import Interpreter
 from harness.meeting import say, set_timeout, stay_until, until
 from harness.on_ranks import AGES_S, on_shm_ranks
 from harness.tensors import assert_bits
@@ -320,13 +319,11 @@ else:
 
 
 def test_messages_outlive_a_program_that_just_ends(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", JUST_ENDS]
     place = f"file://{tmp_path / 'store'}"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    ranks = [subprocess.Popen([*command, str(rank), place], **pipes) for rank in range(2)]
+    ranks = [Interpreter(JUST_ENDS, rank, place) for rank in range(2)]
     assert ranks[0].stdout.readline() == "rank 0 ends\n"
-    assert ranks[1].communicate("receive\n", timeout=100)[0] == "99.0\n"
-    assert ranks[0].communicate(timeout=100)[0] == ""
+    assert ranks[1].communicate("receive\n")[0] == "99.0\n"
+    assert ranks[0].communicate()[0] == ""
 
 
 @on_shm_ranks()
