@@ -3,8 +3,12 @@
     python benchmarks/bench_pipetransformer.py --json benchmarks/results/pipetransformer.json
     python benchmarks/bench_pipetransformer.py --only reads --quick
 
-epochs (15 minutes): `gpt` on 2 ranks x 1 thread, 6 epochs of 16 steps, alpha 1/3 by the schedule:
-plain DDP, DDP + Freeze, DDP + Freeze + cache; the last epoch and the whole run.
+epochs (40 minutes): `gpt` on 2 ranks x 1 thread, 6 epochs of 16 steps, alpha 1/3 by the schedule:
+plain DDP, DDP + Freeze, DDP + Freeze + cache; a fixed pipeline, + Freeze, + plan and transform, all
+of it; the last epoch and the whole run.
+
+transform (1 minute): the same model from a pipeline of both ranks to a replica on each, beside one
+copy of the bytes that come to a rank.
 
 alphas (10 minutes): the loss of these epochs without freezing and at alpha 1/5, 1/3 and 1/2.
 
@@ -29,12 +33,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from measure.bench_options import run_in_parts
+from measure.elastic_runs import SIDES as ELASTIC_SIDES
+from measure.elastic_runs import measure_elastic
 from measure.freeze_runs import ALPHA, EPOCHS, ROW_FLOATS, SIDES, STEPS, STRATEGIES, measure_freeze
 from measure.stats import PairedRatio
 from measure.table import table
 
 LAST_EPOCH_TARGET = 0.45
 WHOLE_RUN_TARGET = 0.88
+ELASTIC_TARGET = 0.55
+TRANSFORM_TARGET, TRANSFORM_MS = 2.0, 50.0  # of a copy, and what comes on top
 OFF_TARGET = 1.01
 CHANGE_TARGET = 1.2
 READ_TARGET = 2.0
@@ -73,18 +81,21 @@ def _bench(part: str, quick: bool, results: dict[str, Any]) -> bool:
 def _epochs(effort: Effort, side: str, alpha: float = ALPHA) -> dict[str, Any]:
     """One run, whose seconds are those of the slower rank."""
     given = {"epochs": effort.epochs, "steps": effort.steps, "tiny": effort.tiny}
-    ranks = measure_freeze("epochs", side=side, alpha=alpha, **given)
+    measure = measure_elastic if side in ELASTIC_SIDES else measure_freeze
+    ranks = measure("epochs", side=side, alpha=alpha, **given)
     seconds = [max(pair) for pair in zip(*(rank["seconds"] for rank in ranks), strict=True)]
     losses = [statistics.mean(p) for p in zip(*(rank["loss"] for rank in ranks), strict=True)]
     hits = [sum(pair) for pair in zip(*(rank["hits"] for rank in ranks), strict=True)]
-    return {"seconds": seconds, "loss": losses, "hits": hits, "frozen": ranks[0]["frozen"]}
+    told = {"hits": hits, "frozen": ranks[0]["frozen"], "ranks": ranks[0].get("ranks", [])}
+    return {"seconds": seconds, "loss": losses, **told}
 
 
 def bench_epochs(effort: Effort) -> dict[str, Any]:
     """Measures and prints epochs of each side; returns its part of the JSON."""
-    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+    sides = (*SIDES, *ELASTIC_SIDES)
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for number in range(effort.rounds):
-        for side in SIDES if number % 2 == 0 else SIDES[::-1]:
+        for side in sides if number % 2 == 0 else sides[::-1]:
             runs[side].append(_epochs(effort, side))
     rows = [
         {
@@ -94,6 +105,7 @@ def bench_epochs(effort: Effort) -> dict[str, Any]:
             "loss": its[0]["loss"][-1],
             "frozen": its[0]["frozen"],
             "hits": its[0]["hits"],
+            "ranks": its[0]["ranks"],
         }
         for side, its in runs.items()
     ]
@@ -119,7 +131,34 @@ def bench_epochs(effort: Effort) -> dict[str, Any]:
     )
     _print("last epoch, with cache / without", last)
     _print("whole run, with cache / without", whole)
-    return {"rows": rows, "last": asdict(last), "whole": asdict(whole)}
+    elastic = PairedRatio.of(
+        [sum(run["seconds"]) for run in runs["all"]],
+        [sum(run["seconds"]) for run in runs["pipeline"]],
+        ELASTIC_TARGET,
+    )
+    _print("whole run, all / fixed pipeline", elastic)
+    ratios = {"last": asdict(last), "whole": asdict(whole), "elastic": asdict(elastic)}
+    return {"rows": rows, **ratios}
+
+
+def bench_transform(effort: Effort) -> dict[str, Any]:
+    """Measures and prints changes of plan; returns its part of the JSON."""
+    found = [
+        measure_elastic("transform", blocks=max(2, effort.blocks), tiny=effort.tiny)
+        for _ in range(effort.rounds)
+    ]
+    slower = [max(ranks, key=lambda rank: rank["transform_ms"]) for ranks in found]
+    ratio = PairedRatio.of(
+        [max(0.0, rank["transform_ms"] - TRANSFORM_MS) for rank in slower],
+        [rank["copy_ms"] for rank in slower],
+        TRANSFORM_TARGET,
+    )
+    _print(f"transform less {TRANSFORM_MS:.0f} ms / copy of what comes", ratio)
+    medians = {
+        name: statistics.median(rank[name] for rank in slower)
+        for name in ("transform_ms", "copy_ms")
+    }
+    return {"mib": slower[0]["bytes"] / 2**20, **medians, "ratio": asdict(ratio)}
 
 
 def bench_alphas(effort: Effort) -> list[dict[str, Any]]:
@@ -202,6 +241,7 @@ def _print(what: str, ratio: PairedRatio) -> None:
 
 PARTS: dict[str, Callable[[Effort], Any]] = {
     "epochs": bench_epochs,
+    "transform": bench_transform,
     "alphas": bench_alphas,
     "off": bench_off,
     "change": bench_change,

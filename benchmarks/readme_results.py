@@ -40,7 +40,7 @@ PAGES: Mapping[str, str] = {  # their templates in benchmarks/pages
             *("benchmarks", "activation_memory", "parameter_server", "pipeline", "remote"),
             *("shared_memory", "ddp", "zero", "fsdp", "data_parallel", "strategies", "optimizers"),
             *("checkpoint", "multi_host", "compression", "local_sgd", "integrations"),
-            "horovod",
+            *("horovod", "pipetransformer"),
         )
     },
 }

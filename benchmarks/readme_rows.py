@@ -226,12 +226,37 @@ def losses(row: Json) -> Rows:
     yield {**row, "says": row["text"] and f"`{row['text']}`".replace("|", "/")}
 
 
+FROZEN_SIDES: Mapping[str, str] = {
+    "ddp": "plain DDP",
+    "ddp+freeze": "DDP + Freeze",
+    "ddp+freeze+cache": "DDP + Freeze + cache",
+    "pipeline": "fixed pipeline",
+    "pipeline+freeze": "fixed pipeline + Freeze",
+    "pipeline+freeze+plan": "+ plan and transform",
+    "all": "all",
+}
+
+
+def frozen_epochs(row: Json) -> Rows:
+    """Yields a side of PipeTransformer's ablation, with what it did in each epoch as text."""
+    yield {**row, "side": FROZEN_SIDES[row["label"]], "last_hits": f"{row['hits'][-1]}"} | {
+        "layers": " ".join(map(str, row["frozen"])),
+        "lengths": " ".join(map(str, row.get("ranks", []))),
+    }
+
+
+def losses_by_alpha(row: Json) -> Rows:
+    """Yields the losses of all epochs as text."""
+    yield {**row, "losses": " ".join(f"{loss:.3f}" for loss in row["loss"])}
+
+
 ROWS: Mapping[str, Callable[[Json], Rows]] = {
     function.__name__: function
     for function in (
         *(sides, beside_torch, strategies, counted, per_parameter, widest, added, sent, transfers),
         *(short_transfers, loads, saved, offloaded, gpu_steps, messages, sparse_rows, model_steps),
         *(slow_workers, losses, coded, compressed_steps, in_rounds, over_cables, qualities),
+        *(frozen_epochs, losses_by_alpha),
     )
 }
 

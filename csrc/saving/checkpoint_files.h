@@ -26,6 +26,8 @@ namespace trireme {
 //   rounds-00001-of-00001.safetensors    (held_rounds.h)
 //   random.safetensors.index.json        states of random generators, by rank (checkpoints.h)
 //   random-00001-of-00001.safetensors
+//   frozen.safetensors.index.json        what a PipeTransformer has frozen: "layers", int64 numbers:
+//   frozen-00001-of-00001.safetensors    of layers, of those that are frozen, then the history
 //   extra.json                           what the user gave
 //
 // The model's index also has the length of every other file of the folder, so a missing or
@@ -43,6 +45,7 @@ constexpr const char* kModelTensors = "model";
 constexpr const char* kOptimizerTensors = "optimizer";
 constexpr const char* kCompressionTensors = "compression";  // what codes of gradients left out
 constexpr const char* kRandomTensors = "random";            // states of random generators, by rank
+constexpr const char* kFrozenTensors = "frozen";            // how far freezing has come
 constexpr const char* kTableTensors = "tables";  // a parameter server's state beside the values
 // All texts.
 constexpr const char* kOptimizerText = "optimizer.json";

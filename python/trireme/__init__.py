@@ -94,7 +94,7 @@ if TYPE_CHECKING:
         share_comm_ctx,
     )
     from trireme.local_sgd import DiLoCo, LocalSGD
-    from trireme.pipetransformer import Freeze, FreezePoint, freeze_schedule
+    from trireme.pipetransformer import Freeze, FreezePoint, PipeTransformer, freeze_schedule
     from trireme.scatter_gather import gather, scatter, scatter_kwargs
     from trireme.zero import ZeroRedundancyOptimizer
 
@@ -148,7 +148,7 @@ _LAZY = {
         *("register_fsdp_forward_method", "share_comm_ctx"),
     ),
     "trireme.local_sgd": ("DiLoCo", "LocalSGD"),
-    "trireme.pipetransformer": ("Freeze", "FreezePoint", "freeze_schedule"),
+    "trireme.pipetransformer": ("Freeze", "FreezePoint", "PipeTransformer", "freeze_schedule"),
     "trireme.scatter_gather": ("gather", "scatter", "scatter_kwargs"),
     "trireme.zero": ("ZeroRedundancyOptimizer",),
 }
@@ -201,6 +201,7 @@ __all__ = [
     "OffloadPolicy",
     "PendingSave",
     "PeriodicModelAverager",
+    "PipeTransformer",
     "Pipeline",
     "PipelineAction",
     "PipelineSchedule",

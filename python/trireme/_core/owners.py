@@ -96,6 +96,18 @@ class StagedModule(Protocol):
         """All ranks that have stages of it; None where all stages are in this process."""
 
 
+@runtime_checkable
+class FreezesLayers(Protocol):
+    """A module that freezes its layers itself, and goes on with that from a checkpoint."""
+
+    def _freeze_state(self) -> dict[str, Any]:
+        """``layers``, names; ``frozen``, how many of them; ``history``, numbers. The same on all
+        ranks."""
+
+    def _load_freeze_state(self, state: dict[str, Any]) -> None:
+        """Freezes as many layers as such a state says."""
+
+
 class KeepsElsewhere(Protocol):
     """A module whose tensors are in another process."""
 

@@ -12,11 +12,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trireme import _C
-from trireme._C import CheckpointSource, CheckpointTensor, KeptCodes, check_codes, load_codes
+from trireme._C import (
+    CheckpointSource,
+    CheckpointTensor,
+    KeptCodes,
+    check_codes,
+    has_memory,
+    load_codes,
+)
 from trireme._core.announced_writes import before_writing
 from trireme._core.compression import codes_in
 from trireme._core.owners import ShardedOptimizer
 from trireme._core.writing import sharding_optimizers, writing, writing_shards
+from trireme._saving.frozen import KIND as FROZEN
+from trireme._saving.frozen import frozen_to_save, has_frozen, load_frozen
 from trireme._saving.optimizer import FILE, KIND, LoadedOptimizer, OptimizerParts, plain_json
 from trireme._saving.own_ways import (
     TensorsElsewhere,
@@ -63,6 +72,7 @@ def content_to_save(
         ValueError, TypeError: it cannot be saved.
     """
     content = content_of(model, optimizer if has_state else None, ranks, copies=copies)
+    content.tensors.update(frozen_to_save(model, ranks))
     codes = _C.codes_to_save(codes_of(model, optimizer, ranks))
     if codes is not None:
         content.tensors[CODES] = [tensor.copied() for tensor in codes] if copies else codes
@@ -78,7 +88,7 @@ def tensors_written_with(model: nn.Module, optimizer: Optimizer | None) -> list[
     for one in (optimizer, inner):
         for group in () if one is None else one.param_groups:
             found.extend(group["params"])
-    return found
+    return list(filter(has_memory, found))
 
 
 def content_of(
@@ -131,7 +141,8 @@ def load_content(
         elsewhere = TensorsElsewhere(model)
         needed = [*model_to_load(model, ranks), *elsewhere.to_load(ranks)]
     has_optimizer = some_rank_has(optimizer, model, ranks) if asks else optimizer is not None
-    source.verify([MODEL, *([KIND] if has_optimizer else []), *([CODES] if has_codes else [])])
+    kinds = [MODEL, *([KIND] if has_optimizer else []), *([CODES] if has_codes else [])]
+    source.verify([*kinds, *([FROZEN] if has_frozen(source, model) else [])])
     source.check(MODEL, needed)
     with ranks.together():
         codes = codes_of(model, optimizer, ranks) if has_codes else []
@@ -154,6 +165,7 @@ def load_content(
             if loaded is not None:
                 loaded.put_into_optimizer()
     load_codes(codes, source, (ranks.rank, ranks.world))
+    load_frozen(source, model, ranks)
 
 
 def _read_optimizer(

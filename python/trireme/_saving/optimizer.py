@@ -12,7 +12,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trireme._C import CheckpointSource, CheckpointTensor
+from trireme._C import CheckpointSource, CheckpointTensor, has_memory
 from trireme._core.fused_optimizer import loaded_state_dtype
 from trireme._core.owners import ShardedOptimizer, hyperparameters
 from trireme._saving.parts import (
@@ -71,6 +71,8 @@ class OptimizerParts:
             self.groups.append([])
             for index, param in enumerate(group["params"]):
                 if id(param) not in names:
+                    if not has_memory(param):
+                        continue  # other ranks have it
                     ranks.refuse(
                         f"got an optimizer whose param_groups[{number}]['params'][{index}] of "
                         f"shape {tuple(param.shape)} is no parameter of the model",

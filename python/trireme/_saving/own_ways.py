@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from trireme._C import CheckpointTensor
+from trireme._C import CheckpointTensor, has_memory
 from trireme._core.owners import group_of_stages, keeps_elsewhere
 from trireme._saving.parts import (
     NamedTensor,
@@ -62,7 +62,7 @@ def expect_plain_states(model: nn.Module, ranks: Ranks) -> None:
         ValueError: there is one; the text names it, its class and the difference.
     """
     for prefix, owner in resharded_model(model).named_modules():
-        if keeps_elsewhere(owner) or not _saves_in_own_way(owner):
+        if keeps_elsewhere(owner) or not (_saves_in_own_way(owner) and _is_here(owner)):
             continue
         difference = _difference_of(owner)
         if difference:
@@ -147,7 +147,12 @@ def has_to_finish(model: nn.Module) -> bool:
 
 
 def _owners_in(plain: nn.Module) -> list[nn.Module]:
-    return [owner for owner in plain.modules() if not keeps_elsewhere(owner)]
+    return [owner for owner in plain.modules() if not keeps_elsewhere(owner) and _is_here(owner)]
+
+
+def _is_here(owner: nn.Module) -> bool:
+    """Whether this rank has all that is in a module."""
+    return all(map(has_memory, [*owner.parameters(), *owner.buffers()]))
 
 
 def _own_post_hooks(owner: nn.Module) -> list[Callable[..., Any]]:

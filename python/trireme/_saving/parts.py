@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from trireme._C import CheckpointRanks, CheckpointTensor, chunk_rows, gather_texts
+from trireme._C import CheckpointRanks, CheckpointTensor, chunk_rows, gather_texts, has_memory
 from trireme._core.agreement import as_bytes, raised_on_all
 from trireme._core.errors import Area, text_of
 from trireme._core.group_communicator import communicator_of, device_of_numbers
@@ -253,6 +253,8 @@ def named_tensors(model: nn.Module, ranks: Ranks) -> list[NamedTensor]:
             for name, tensor in members.items():
                 if tensor is None or id(tensor) in found or (is_buffer and name in kept):
                     continue
+                if is_staged and not has_memory(tensor):
+                    continue  # other ranks have it
                 full_name = f"{prefix}.{name}" if prefix else name
                 full_name = plain_name(names.get(full_name, full_name))
                 if _has_half_a_pair(full_name):

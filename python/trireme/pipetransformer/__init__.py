@@ -2,5 +2,6 @@
 
 from trireme._C import FreezePoint
 from trireme.pipetransformer.freeze import Freeze, freeze_schedule
+from trireme.pipetransformer.trainer import PipeTransformer
 
-__all__ = ["Freeze", "FreezePoint", "freeze_schedule"]
+__all__ = ["Freeze", "FreezePoint", "PipeTransformer", "freeze_schedule"]

@@ -3,3 +3,4 @@
 from trireme._core.errors import Area
 
 FREEZE = Area("freeze")
+ELASTIC = Area("pipetransformer")
