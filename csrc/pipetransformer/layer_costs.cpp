@@ -17,7 +17,7 @@
 namespace trireme {
 namespace {
 
-constexpr int kRuns = 3;
+constexpr int kRuns = 5;
 
 double seconds_now(c10::Device device) {
   if (!device.is_cpu())

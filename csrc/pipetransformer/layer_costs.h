@@ -15,7 +15,7 @@ struct LayerSeconds {
   std::vector<double> backward = {};
 };
 
-// Runs each layer on what the one before returned, a micro-batch: medians of three runs after a
+// Runs each layer on what the one before returned, a micro-batch: medians of five runs after a
 // first one; a backward computes the gradients of inputs and parameters. Layers take and return one
 // tensor. Buffers, .grad and random generators are as before afterwards.
 TRIREME_API LayerSeconds measure_layers(torch::nn::Sequential layers, const at::Tensor& sample);

@@ -216,9 +216,14 @@ class LayersMove {
 
   void make_room() {
     std::vector<Arrival> arrivals(moves_.size());
-    for (size_t i = 0; i < moves_.size(); ++i) {
-      arrivals[i].said = arrivals_[i].said;
-      if (arrives(moves_[i])) prepare(moves_[i], arrivals[i]);
+    try {
+      for (size_t i = 0; i < moves_.size(); ++i) {
+        arrivals[i].said = arrivals_[i].said;
+        if (arrives(moves_[i])) prepare(moves_[i], arrivals[i]);
+      }
+    } catch (const std::exception& error) {
+      refuse_elastic("got no memory for the plan " + plan_ + ": " + one_line(what_of(error)), &all_,
+                     "Free memory, or stay with the plan that is.");
     }
     arrivals_ = std::move(arrivals);
   }

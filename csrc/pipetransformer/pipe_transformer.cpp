@@ -110,13 +110,15 @@ void PipeTransformerImpl::check_optimizer() const {
 
 void PipeTransformerImpl::check_shared() const {
   std::unordered_map<const at::TensorImpl*, std::pair<size_t, std::string>> first;
-  for (size_t layer = 0; layer < layers_->size(); ++layer) {
-    for (const auto& [name, tensor] : tensors_of(layer)) {
+  const std::vector<std::string> names = names_of(layers_);
+  for (size_t layer = 0; layer < names.size(); ++layer) {
+    for (const auto& [key, tensor] : tensors_of(layer)) {
+      const std::string name = names[layer] + "." + key;
       const auto [known, is_new] = first.try_emplace(tensor.unsafeGetTensorImpl(), layer, name);
       if (!is_new && known->second.first != layer)
-        refuse_elastic(c10::str("got '", name, "' of layer ", layer, ", which is '",
-                                known->second.second, "' of layer ", known->second.first),
-                       ranks_.get(), "Put both into one layer: layers come to different ranks.");
+        refuse_elastic("got '" + name + "', which is '" + known->second.second +
+                           "' as well, expected no layer to share a tensor with another one",
+                       ranks_.get(), "Put both into one layer, or give each its own.");
     }
   }
 }
@@ -172,6 +174,21 @@ at::Tensor PipeTransformerImpl::step(const at::Tensor& input, const at::Tensor& 
     return course_->mean_loss(loss);
   } catch (const std::exception& error) {
     announce("a step: " + one_line(what_of(error)));
+    throw;
+  }
+}
+
+at::Tensor PipeTransformerImpl::eval_step(const at::Tensor& input, const at::Tensor& target) {
+  if (ranks_) ranks_->recover();
+  const int64_t rows = rows_of(input);
+  course_->check_batch(rows == options_.global_batch ? rows_of(target) : rows,
+                       options_.cache ? at::arange(rows, at::kLong) : at::Tensor());
+  if (!course_->has_plan()) begin(input);
+  if (!runner_) rebuild();
+  try {
+    return course_->mean_loss(runner_->evaluate(input, target));
+  } catch (const std::exception& error) {
+    announce("an evaluation: " + one_line(what_of(error)));
     throw;
   }
 }
@@ -287,6 +304,19 @@ void PipeTransformerImpl::load_freeze_state(const FreezeState& state) {
   if (course_->has_plan()) return follow_freezing();
   frozen_layers_->freeze(freezing_->frozen());
   train(is_training());
+}
+
+at::Tensor PipeTransformerImpl::frozen_numbers() const {
+  if (!freezing_) return {};
+  const FreezeState& state = freezing_->state();
+  std::vector<int64_t> numbers{static_cast<int64_t>(state.layers.size()), state.frozen};
+  numbers.insert(numbers.end(), state.history.begin(), state.history.end());
+  return at::tensor(numbers, at::kLong);
+}
+
+void PipeTransformerImpl::load_frozen_numbers(const at::Tensor& numbers) {
+  const auto* first = numbers.const_data_ptr<int64_t>();
+  load_freeze_state({freeze_state().layers, first[1], {first + 2, first + numbers.numel()}});
 }
 
 void PipeTransformerImpl::train(bool on) {

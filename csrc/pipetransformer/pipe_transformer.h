@@ -43,7 +43,9 @@ struct PipeTransformerOptions {
 };
 
 // See PipeTransformer below.
-class TRIREME_API PipeTransformerImpl : public torch::nn::Module, public HoldsParts {
+class TRIREME_API PipeTransformerImpl : public torch::nn::Module,
+                                        public HoldsParts,
+                                        public FreezesLayers {
  public:
   PipeTransformerImpl(torch::nn::Sequential layers, std::shared_ptr<Communicator> ranks,
                       PipelineLoss loss, torch::optim::Optimizer& optimizer,
@@ -57,6 +59,10 @@ class TRIREME_API PipeTransformerImpl : public torch::nn::Module, public HoldsPa
   at::Tensor step(const at::Tensor& input, const at::Tensor& target) {
     return step(input, at::Tensor(), target);
   }
+
+  // Returns the mean loss of a batch of as many rows, keeping no graph and leaving the cache alone;
+  // trains nothing. Collective.
+  at::Tensor eval_step(const at::Tensor& input, const at::Tensor& target);
 
   // Ends an epoch, or any number of steps: freezes layers, and transforms to the plan that fits.
   // Returns what the epoch was. Collective.
@@ -80,6 +86,9 @@ class TRIREME_API PipeTransformerImpl : public torch::nn::Module, public HoldsPa
   // See HoldsParts: save_checkpoint() and load_checkpoint() take the run, under any plan.
   void add_parts(HeldParts& parts) const override;
   void begin_writing() override {}
+  // See FreezesLayers: how far freezing has come is a part of a checkpoint.
+  at::Tensor frozen_numbers() const override;
+  void load_frozen_numbers(const at::Tensor& numbers) override;
 
  private:
   using Clock = std::chrono::steady_clock;

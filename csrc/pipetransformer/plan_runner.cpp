@@ -60,10 +60,12 @@ void PlanRunner::make_pipeline(const ElasticCourse& course) {
   if (!prefix_.is_empty()) {
     const int64_t cached = std::min(frozen_, plan.balance.front());
     layers.erase(layers.begin(), layers.begin() + cached);
-    layers.insert(layers.begin(),
-                  {"prefix", prefix_.ptr(), [prefix = prefix_](at::Tensor value) mutable {
-                     return prefix->forward(value, batch_input(1));
-                   }});
+    const auto forward = [prefix = prefix_, net = request_.layers, cached,
+                          evaluates = is_evaluating_](at::Tensor value) mutable {
+      return *evaluates ? run_layers(net, 0, cached, std::move(value))
+                        : prefix->forward(value, batch_input(1));
+    };
+    layers.insert(layers.begin(), {"prefix", prefix_.ptr(), forward});
     options.balance.front() -= cached - 1;
   }
   pipeline_ = std::make_shared<RunPipeline>(*request_.layers, layers, course.ranks(), options);
@@ -86,21 +88,36 @@ at::Tensor PlanRunner::front(const at::Tensor& input, const at::Tensor& ids) {
   return run_layers(request_.layers, 0, frozen_, input);
 }
 
+at::Tensor PlanRunner::own(const at::Tensor& all) const {
+  return all.defined() ? all.narrow(0, rows_.begin, rows_.end - rows_.begin) : all;
+}
+
 at::Tensor PlanRunner::step(const at::Tensor& input, const at::Tensor& ids,
                             const at::Tensor& target) {
-  const auto own = [this](const at::Tensor& all) {
-    return all.narrow(0, rows_.begin, rows_.end - rows_.begin);
-  };
   if (pipeline_) {
     std::vector<at::Tensor> inputs{own(input)};
     if (!prefix_.is_empty()) inputs.push_back(own(ids));
     return pipeline_->step_with(inputs, own(target), request_.loss);
   }
-  const at::Tensor value = front(own(input), ids.defined() ? own(ids) : ids);
+  const at::Tensor value = front(own(input), own(ids));
   const at::Tensor output = copies_ ? copies_->forward(value) : rest_->forward(value);
   const at::Tensor loss = request_.loss(output, own(target));
   loss.backward();
   return loss.detach();
+}
+
+at::Tensor PlanRunner::evaluate(const at::Tensor& input, const at::Tensor& target) {
+  const at::NoGradGuard no_grad;
+  if (!pipeline_) return request_.loss(request_.layers->forward(own(input)), own(target)).detach();
+  *is_evaluating_ = true;
+  try {
+    const at::Tensor loss = pipeline_->eval_step(own(input), own(target), request_.loss);
+    *is_evaluating_ = false;
+    return loss;
+  } catch (...) {
+    *is_evaluating_ = false;
+    throw;
+  }
 }
 
 }  // namespace trireme

@@ -41,6 +41,10 @@ class PlanRunner {
   // own rows; returns the loss of its pipeline. Collective.
   at::Tensor step(const at::Tensor& input, const at::Tensor& ids, const at::Tensor& target);
 
+  // Returns the loss of its pipeline for its own rows, keeping no graph; reads no cache.
+  // Collective.
+  at::Tensor evaluate(const at::Tensor& input, const at::Tensor& target);
+
   // Returns the options of a pipeline under a plan.
   static PipelineOptions options_for(const ElasticPlan& plan, const std::string& schedule,
                                      int64_t micro_batches);
@@ -51,11 +55,14 @@ class PlanRunner {
   void make_pipeline(const ElasticCourse& course);
   void make_copies(const ElasticCourse& course);
   at::Tensor front(const at::Tensor& input, const at::Tensor& ids);
+  at::Tensor own(const at::Tensor& all) const;
 
   RunnerRequest request_;
   int64_t frozen_;
   IndexRange rows_;
   CachedPrefix prefix_{nullptr};
+  // Whether a pipeline is evaluated, which asks for no ids.
+  std::shared_ptr<bool> is_evaluating_ = std::make_shared<bool>(false);
   std::shared_ptr<RunPipeline> pipeline_;  // null for pipelines of one rank
   torch::nn::Sequential rest_{nullptr};    // behind the frozen layers
   std::shared_ptr<DistributedDataParallelImpl<torch::nn::Sequential>> copies_;  // null for one rank

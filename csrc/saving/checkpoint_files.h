@@ -26,8 +26,8 @@ namespace trireme {
 //   rounds-00001-of-00001.safetensors    (held_rounds.h)
 //   random.safetensors.index.json        states of random generators, by rank (checkpoints.h)
 //   random-00001-of-00001.safetensors
-//   frozen.safetensors.index.json        what a PipeTransformer has frozen: "layers", int64 numbers:
-//   frozen-00001-of-00001.safetensors    of layers, of those that are frozen, then the history
+//   frozen.safetensors.index.json        of a PipeTransformer: "layers", int64, has how many there
+//   frozen-00001-of-00001.safetensors    are, how many are frozen, then the history
 //   extra.json                           what the user gave
 //
 // The model's index also has the length of every other file of the folder, so a missing or

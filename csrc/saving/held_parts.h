@@ -63,6 +63,18 @@ class TRIREME_API HoldsStages {
   virtual const std::shared_ptr<Communicator>& stage_ranks() const = 0;
 };
 
+// A module that freezes its layers itself, and goes on with that from a checkpoint
+// (PipeTransformer).
+class TRIREME_API FreezesLayers {
+ public:
+  virtual ~FreezesLayers() = default;
+  // Returns how many layers freeze, how many are frozen, then the history of that: int64, the same
+  // on all ranks; undefined where nothing freezes.
+  virtual at::Tensor frozen_numbers() const = 0;
+  // Freezes as many layers as such numbers say, on all ranks. Collective.
+  virtual void load_frozen_numbers(const at::Tensor& numbers) = 0;
+};
+
 // A module or optimizer whose gradients are coded, which keeps what codes leave out.
 class TRIREME_API HoldsCodes {
  public:

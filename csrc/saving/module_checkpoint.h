@@ -61,9 +61,11 @@ struct LoadCheckpointOptions {
 // on ranks that have other experts. Of a Pipeline each rank saves and loads its stages, with its
 // own optimizer, whose groups are those of the other ranks' optimizers; a tensor that several ranks
 // have (tied parameters) is saved once, under its first name in the whole module, by the lowest
-// rank that has it. A DistributedDataParallel around the module changes no name. Only parameters
-// and buffers are saved: no data that a module's own save() writes, and no RemoteModule. Without
-// `optimizer`, parameters of a ZeroRedundancyOptimizer are loaded while its writing() lives.
+// rank that has it. A DistributedDataParallel around the module changes no name. Of a
+// PipeTransformer each rank saves and loads its layers, and what is frozen goes with them. Only
+// parameters and buffers are saved: no data that a module's own save() writes, and no RemoteModule.
+// Without `optimizer`, parameters of a ZeroRedundancyOptimizer are loaded while its writing()
+// lives.
 //
 // The optimizer is Adam, AdamW, SGD, Adagrad or RMSprop of torch::optim, or one derived from these
 // such as those of trireme::optim; it loads the state that Python's class of that name has saved,

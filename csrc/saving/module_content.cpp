@@ -218,6 +218,37 @@ void add_optimizer(const TrainedModule& trained, const HeldParts& parts, RankOf 
   content.texts[kOptimizerText] = std::move(saved.text);
 }
 
+constexpr const char* kFrozenName = "layers";
+
+CheckpointTensor frozen_tensor(const at::Tensor& numbers) {
+  return {kFrozenName, at::kLong, numbers.sizes().vec(), {numbers, {0}}};
+}
+
+// Returns the module that freezes, where it does and a checkpoint says how far; else null.
+FreezesLayers* freezing_of(const CheckpointSource& source, const TrainedModule& trained) {
+  if (trained.module == nullptr || !source.tensors(kFrozenTensors).contains(kFrozenName))
+    return nullptr;
+  auto* freezing = dynamic_cast<FreezesLayers*>(trained.module);
+  return freezing != nullptr && freezing->frozen_numbers().defined() ? freezing : nullptr;
+}
+
+void load_frozen(const CheckpointSource& source, FreezesLayers& freezing,
+                 const CheckpointRanks& ranks) {
+  const at::Tensor numbers =
+      at::empty(source.tensors(kFrozenTensors).at(kFrozenName).sizes, at::kLong);
+  source.read(kFrozenTensors, {frozen_tensor(numbers)});
+  const int64_t own = freezing.frozen_numbers()[0].item<int64_t>();
+  together(ranks, [&] {
+    const int64_t saved = numbers.numel() > 1 ? numbers[0].item<int64_t>() : -1;
+    TORCH_CHECK_VALUE(
+        saved == own,
+        error_text("saving",
+                   c10::str("got a checkpoint of ", saved, " layers that freeze, expected ", own),
+                   ranks.where(), "Give the layers of the run that was saved."));
+  });
+  freezing.load_frozen_numbers(numbers);
+}
+
 }  // namespace
 
 const torch::nn::Module& plain_module(const torch::nn::Module& module) {
@@ -282,6 +313,10 @@ CheckpointContent content_of_rank(const TrainedModule& trained, RankOf where,
   content.tensors[kModelTensors] = tensors_of(plain, parts, where, /*loads=*/false);
   if (written == WrittenBeside::kCopied) copy_written(plain, parts, content);
   add_optimizer(trained, parts, where, where, content);
+  if (const auto* freezing = dynamic_cast<const FreezesLayers*>(trained.module)) {
+    const at::Tensor numbers = where.rank == 0 ? freezing->frozen_numbers() : at::Tensor();
+    if (numbers.defined()) content.tensors[kFrozenTensors] = {frozen_tensor(numbers)};
+  }
   if (!holds_codes(trained)) return content;
   if (auto codes = codes_to_save(codes_of(trained))) {
     if (written == WrittenBeside::kCopied) copy_all(*codes);
@@ -350,6 +385,8 @@ void load_content(const CheckpointSource& source, const TrainedModule& trained, 
   std::vector<std::string> kinds{kModelTensors};
   if (has_optimizer) kinds.emplace_back(kOptimizerTensors);
   if (has_codes) kinds.emplace_back(kCompressionTensors);
+  FreezesLayers* freezing = freezing_of(source, trained);
+  if (freezing != nullptr) kinds.emplace_back(kFrozenTensors);
   source.verify(kinds);
   source.check(kModelTensors, tensors);
   std::vector<KeptCodes> codes;
@@ -368,6 +405,7 @@ void load_content(const CheckpointSource& source, const TrainedModule& trained, 
   });
   if (optimizer) optimizer->put();
   load_codes(codes, source, where);
+  if (freezing != nullptr) load_frozen(source, *freezing, ranks);
 }
 
 }  // namespace trireme

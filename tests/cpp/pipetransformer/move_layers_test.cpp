@@ -285,6 +285,29 @@ TEST_CASE("ranks that move differently are refused before anything moves") {
   CHECK(wrong.found() == std::vector<std::string>{});
 }
 
+TEST_CASE("a rank without memory for what comes leaves all layers where they are") {
+  Wrong wrong;
+  run_thread_ranks(2, [&](ThreadRank& rank) {
+    // As many elements as no machine has room for, in the memory of one.
+    const at::Tensor huge = at::ones({1}).expand({int64_t{1} << 46});
+    Layer small(7);
+    NamedTensors tensors = small.tensors;
+    tensors.emplace_back("huge", huge);
+    if (rank.where.rank == 1)
+      for (const auto& [name, tensor] : tensors) free_memory(tensor, "held elsewhere");
+    const LayerMove move{"layer", {0}, {0, 1}, tensors, {}, ""};
+    const std::string text =
+        text_of_error([&] { move_layers({move}, "1 x 2 of 1 layers", rank.communicator.get()); });
+    const std::string expected = rank.where.rank == 1
+                                     ? "got no memory for the plan 1 x 2 of 1 layers"
+                                     : "got the plan 1 x 2 of 1 layers, which rank 1 cannot";
+    if (text.find(expected) == std::string::npos) wrong.add("got " + text);
+    if (has_memory(small.tensors.front().second) != (rank.where.rank == 0))
+      wrong.add("a layer has moved");
+  });
+  CHECK(wrong.found() == std::vector<std::string>{});
+}
+
 TEST_CASE("a rank that leaves a move ends it on all ranks, and layers stay where they are") {
   Wrong wrong;
   run_thread_ranks(

@@ -277,7 +277,7 @@ torch::nn::Linear trained_end() {
 }
 
 TEST_CASE("a CachedPrefix is the first stage, which takes the ids of its micro-batch") {
-  const auto alone = trained_end();
+  torch::nn::Linear alone = trained_end();
   torch::nn::Sequential front = frozen_front();
   torch::optim::SGD optimizer(alone->parameters(), 0.1);
   Tensors losses;
