@@ -4,9 +4,9 @@
     python benchmarks/measure_all.py --only memory,faults
 
 It takes three to five hours on 2 cores, which should have nothing else to do. Each script writes
-its JSON into benchmarks/results; then benchmarks/readme_results.py writes the pages. Code with changes
-that are not committed is refused, since nobody could say later what was measured. Results name the
-last commit that changed code, so they may be committed between scripts (`--only`).
+its JSON into benchmarks/results; then benchmarks/readme_results.py writes the pages. Code with
+changes that are not committed is refused, since nobody could say later what was measured. Results
+name the last commit that changed code, so they may be committed between scripts (`--only`).
 """
 
 from __future__ import annotations

@@ -49,10 +49,11 @@ def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _layers(tiny: bool) -> tuple[list[nn.Module], int, int]:
-    """What freezes at a time, the length of sequences, and the rows of a global batch."""
+    """What freezes at a time, as under DDP, the length of sequences, and the rows of a global
+    batch. The last block comes with the head, which is never frozen."""
     model, _, length, rows = make_gpt(tiny)
-    embed, first, *rest = model.layers
-    return [nn.Sequential(embed, first), *rest], length, rows * RANKS
+    embed, first, *blocks, last, head = model.layers
+    return [nn.Sequential(embed, first), *blocks, nn.Sequential(last, head)], length, rows * RANKS
 
 
 def _run(tiny: bool, **options: Any) -> tuple[trireme.PipeTransformer, int, int]:

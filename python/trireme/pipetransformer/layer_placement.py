@@ -6,13 +6,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trireme import _C
 from trireme._C import Communicator, LayerMove, MovedState
-from trireme._core.errors import text_of
 from trireme.pipetransformer.areas import ELASTIC
 
 Holders = Sequence[Sequence[int]]
@@ -68,17 +66,7 @@ class LayerPlacement:
         """Brings each layer to its new holders, bit for bit, then frees what this rank does not
         hold any more. Collective; see ``move_layers`` for what is raised, and then nothing has
         changed here."""
-        try:
-            moved = _C.move_layers(moves, plan=plan, ranks=self._ranks)
-        except RuntimeError as error:
-            if isinstance(error, dist.DistBackendError) or self._ranks is None:
-                raise
-            ELASTIC.refuse(
-                f"got no memory for the plan {plan}: {text_of(error).splitlines()[0]}",
-                "Free memory, or stay with the plan that is.",
-                rank=self._ranks.rank,
-                world=self._ranks.world,
-            )
+        moved = _C.move_layers(moves, plan=plan, ranks=self._ranks)
         self.holders = holders
         for number, (layer, came) in enumerate(zip(self._layers.values(), moved, strict=True)):
             if came is not None:
