@@ -3,7 +3,7 @@
     python benchmarks/bench_horovod.py --json benchmarks/results/horovod.json
     python benchmarks/bench_horovod.py --only allreduce --quick
 
-steps (4 minutes): a step with DistributedOptimizer beside one under our DistributedDataParallel.
+steps (2 minutes): a step with DistributedOptimizer beside one under our DistributedDataParallel.
 
 many (1 minute): what DistributedOptimizer adds to a backward of 1,000 parameters of 64 elements,
 beside what DistributedDataParallel adds.
@@ -57,7 +57,7 @@ def bench_steps(quick: bool) -> dict[str, Any]:
 
 
 def _bench_step(workload: str, quick: bool) -> dict[str, Any]:
-    times = _times("steps", workload, quick, calls=3 if quick else 10)
+    times = _times("steps", workload, quick, calls=3 if quick else 5)
     target = STEP_TARGETS[workload]
     return _judged(workload, times, "horovod", "ddp", target, times["horovod"], times["ddp"])
 

@@ -80,17 +80,19 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     ``ALLREDUCE``, in microseconds since this call.
 
     Args:
-        file_path: is written anew.
+        file_path: is written anew, unless it is being written.
         mark_cycles: also notes when the engine takes the next operation, as ``CYCLE_START``.
 
     Raises:
-        ValueError: there is one already.
+        ValueError: there is one in another file.
         OSError: the file cannot be written.
     """
     running = current_run()
     if running.place.rank != 0:
         return
     if running.engine.timeline is not None:
+        if running.engine.timeline.path == file_path:
+            return
         got = f"got a second timeline beside {running.engine.timeline.path}, expected one"
         refuse(got, "Call hvd.stop_timeline() before.")
     running.engine.timeline = Timeline(file_path, mark_cycles)

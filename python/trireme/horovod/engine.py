@@ -26,6 +26,9 @@ ALL_RANKS = 0
 # Of csrc/comm/name_book.h.
 _HAS_JOINED, _BEGUN = "has joined", "begun"
 BEGIN_AGAIN = "begin again"
+_YIELDS_S = 0.0003
+"""How long the thread of the engine lets the program go on, which is about to issue more, or to
+wait and then runs operations itself. Horovod's cycle is 1 ms."""
 
 
 class Named:
@@ -297,13 +300,21 @@ class Engine:
                     text = f"[horovod] some ranks wait: {report}"
                     print(text, file=sys.stderr, flush=True)
                     continue
-                with self._turn:
-                    agreed = self._order.next()
-                    if agreed is not None:  # else a thread that waits has run it
-                        self._perform(agreed)
+                if (ALL_RANKS, "join") not in self._pending:
+                    time.sleep(_YIELDS_S)
+                while self._perform_next():
+                    pass
             self._fail("this rank has shut down")
         except Exception as error:  # a rank is gone, or zeros of a rank that has joined have failed
             self._fail(str(error))
+
+    def _perform_next(self) -> bool:
+        """Says whether there was an operation that no thread that waits has run."""
+        with self._turn:
+            agreed = self._order.next()
+            if agreed is not None:
+                self._perform(agreed)
+        return agreed is not None
 
     def _perform(self, agreed: AgreedOperation) -> None:
         kind = agreed.kind

@@ -38,6 +38,7 @@ def write_two(rank: int, folder: str) -> None:
             hvd.stop_timeline()
             hvd.start_timeline(f"{folder}/none/such.json")
         hvd.start_timeline(f"{folder}/one.json", mark_cycles=True)
+        hvd.start_timeline(f"{folder}/one.json")  # is being written
         handle = hvd.allreduce_async(torch.ones(2), name="first")
         assert not hvd.poll(handle)
         say("rank 0 has issued it")
