@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from measure.freeze_runs import RANKS, make_gpt
+from measure.memory import keep_heap_warm
 from measure.ranks import Launch, Message, RankGroup
 from measure.worker import take_over_stdout
 
@@ -136,8 +137,9 @@ MEASURED: dict[str, Callable[[Mapping[str, Any]], Message]] = {
 def main() -> None:
     replies = take_over_stdout()
     config = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
     context = trireme.init()
+    torch.set_num_threads(1)  # after trireme.init(), which sets them
+    keep_heap_warm()
     replies.write(json.dumps(MEASURED[config["what"]](config)) + "\n")
     replies.flush()
     sys.stdin.readline()

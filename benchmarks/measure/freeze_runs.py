@@ -22,6 +22,7 @@ from models import Block, Gpt, PlainMlp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from measure.memory import keep_heap_warm
 from measure.ranks import Launch, Message, RankGroup
 from measure.worker import take_over_stdout
 
@@ -273,8 +274,9 @@ MEASURED: dict[str, Callable[[Mapping[str, Any]], Message]] = {
 def main() -> None:
     replies = take_over_stdout()
     config = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
     context = trireme.init()
+    torch.set_num_threads(1)  # after trireme.init(), which sets them
+    keep_heap_warm()
     replies.write(json.dumps(MEASURED[config["what"]](config)) + "\n")
     replies.flush()
     sys.stdin.readline()

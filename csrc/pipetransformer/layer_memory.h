@@ -29,10 +29,6 @@ TRIREME_API bool has_memory(const at::Tensor& tensor);
 // leave none, else those of its dimensions in order.
 TRIREME_API std::vector<int64_t> memory_strides(const at::Tensor& tensor);
 
-// Returns the strides that a tensor's values have in memory without gaps: its own, where these
-// leave none, else those of its dimensions in order.
-TRIREME_API std::vector<int64_t> memory_strides(const at::Tensor& tensor);
-
 // Returns a tensor with memory of its own, not initialized, of the sizes, dtype and device of one
 // that may have none, and of its memory_strides().
 TRIREME_API at::Tensor memory_like(const at::Tensor& tensor);
