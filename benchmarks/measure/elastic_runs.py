@@ -17,10 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import trireme
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
-from measure.freeze_runs import RANKS, make_gpt
+from measure.freeze_runs import RANKS, loss_of, make_gpt, rows_of_text
 from measure.memory import keep_heap_warm
 from measure.ranks import Launch, Message, RankGroup
 from measure.worker import take_over_stdout
@@ -43,10 +42,6 @@ def measure_elastic(what: str, **config: Any) -> list[Message]:
         launch = Launch(what, "measure.elastic_runs", text, RANKS, 1, Path(scratch))
         with RankGroup(launch) as group:
             return group.replies()
-
-
-def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def _layers(tiny: bool) -> tuple[list[nn.Module], int, int]:
@@ -77,7 +72,7 @@ def epochs(config: Mapping[str, Any]) -> Message:
         row_bytes = length * (32 if config["tiny"] else 384) * 4
         options["cache"] = trireme.ActivationCache(samples, samples * (row_bytes + 64) + 4096)
     run, length, rows = _run(config["tiny"], **options)
-    data = torch.randint(128, (samples, length), generator=torch.Generator().manual_seed(1))
+    data, _ = rows_of_text(samples, length)
     found: Message = {name: [] for name in ("seconds", "loss", "hits", "frozen", "ranks")}
     for epoch in range(config["epochs"]):
         order = torch.randperm(samples, generator=torch.Generator().manual_seed(epoch))

@@ -22,6 +22,7 @@ from models import Block, Gpt, PlainMlp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from measure.corpus import read_corpus
 from measure.memory import keep_heap_warm
 from measure.ranks import Launch, Message, RankGroup
 from measure.worker import take_over_stdout
@@ -31,6 +32,7 @@ EPOCHS, STEPS, ALPHA = 6, 16, 1 / 3
 SIDES = ("ddp", "ddp+freeze", "ddp+freeze+cache")
 STRATEGIES = ("ddp", "zero2", "fully_shard")
 ROW_FLOATS = (1 << 14, 1 << 16, 1 << 18)  # of a cached row: 64 KiB, 256 KiB, 1 MiB
+HELD_OUT = 64  # rows of text that are never trained on
 TOKENS, BATCHES = 128, (4, 32)  # of an input, and rows of it that are read at a time
 
 
@@ -79,12 +81,23 @@ def make_gpt(tiny: bool) -> tuple[FromLayer, list[list[str]], int, int]:
     return model, layers, length, rows
 
 
+def rows_of_text(count: int, length: int) -> tuple[Tensor, Tensor]:
+    """Rows of a text to train on, and the HELD_OUT rows behind them."""
+    text = torch.frombuffer(bytearray(read_corpus(None).text), dtype=torch.uint8)
+    rows = text[: (count + HELD_OUT) * length].long().clamp_max(127).view(-1, length)
+    return rows[:count], rows[count:]
+
+
+def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
 def epochs(config: Mapping[str, Any]) -> Message:
-    """Seconds, loss and hits of each epoch."""
+    """Seconds, loss, hits and frozen layers of each epoch, and the loss of what is held out."""
     model, layers, length, rows = make_gpt(config["tiny"])
     steps = config["steps"]
     samples = steps * rows * RANKS
-    data = torch.randint(128, (samples, length), generator=torch.Generator().manual_seed(1))
+    data, held_out = rows_of_text(samples, length)
     ddp = trireme.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     freeze = None
@@ -96,7 +109,7 @@ def epochs(config: Mapping[str, Any]) -> Message:
     if config["side"] == "ddp+freeze+cache":
         cache = trireme.ActivationCache(samples, samples * (row_bytes + 64) + 4096)
     prefix, first = None, 0
-    found: Message = {"seconds": [], "loss": [], "hits": [], "frozen": []}
+    found: Message = {"seconds": [], "loss": [], "held_out": [], "hits": [], "frozen": []}
     for epoch in range(config["epochs"]):
         order = torch.randperm(samples, generator=torch.Generator().manual_seed(epoch))
         dist.barrier()
@@ -108,7 +121,7 @@ def epochs(config: Mapping[str, Any]) -> Message:
             x = tokens if prefix is None else prefix(tokens, ids)
             optimizer.zero_grad()
             logits = ddp(x, first)
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+            loss = loss_of(logits, tokens)
             loss.backward()
             if freeze is not None:
                 freeze.step()
@@ -116,6 +129,8 @@ def epochs(config: Mapping[str, Any]) -> Message:
             total += loss.item()
         found["seconds"].append(time.perf_counter() - begin)
         found["loss"].append(total / steps)
+        with torch.no_grad():
+            found["held_out"].append(loss_of(model(held_out), held_out).item())
         found["hits"].append(cache.stats().hits if cache is not None else 0)
         found["frozen"].append(freeze.frozen if freeze is not None else 0)
         if freeze is not None:
