@@ -3,6 +3,7 @@
 #include <trireme/comm/c10d/c10d_calls.h>
 #include <trireme/comm/c10d/c10d_wait.h>
 #include <trireme/comm/c10d/group_device.h>
+#include <trireme/comm/c10d/group_values.h>
 #include <trireme/comm/c10d/message_wait.h>
 #include <trireme/comm/c10d/split_group.h>
 #include <trireme/comm/messages.h>
@@ -460,17 +461,24 @@ class C10dCommunicator final : public Communicator {
     exchange(state, output, sent);
   }
 
-  // Returns whether messages of these ranks cross no link between hosts. Collective the first time.
+  // Returns whether messages of these ranks cross no link between hosts. Collective the first time
+  // that anyone asks for the group.
   bool are_near() {
-    if (!are_near_) {
-      const auto hash = static_cast<int64_t>(std::hash<std::string>()(place_text()));
-      at::Tensor own = at::full({1}, hash, at::kLong);
-      at::Tensor of_all = at::empty({where_.world}, at::kLong);
-      rethrow_named(operation_, *health_, [&] { all_gather_flat(*group_, of_all, own)->wait(); });
-      are_near_ = of_all.eq(hash).all().item<bool>();
-      if (!*are_near_) rethrow_named(operation_, *health_, [&] { downward_ = group_like_this(); });
-    }
+    if (are_near_) return *are_near_;
+    static GroupValues<std::optional<bool>> known;
+    are_near_ = known.with(group_, [](const std::optional<bool>& near) { return near; });
+    if (!are_near_) are_near_ = look_who_is_near();
+    known.with(group_, [this](std::optional<bool>& near) { return near = are_near_; });
+    if (!*are_near_) rethrow_named(operation_, *health_, [&] { downward_ = group_like_this(); });
     return *are_near_;
+  }
+
+  bool look_who_is_near() {
+    const auto hash = static_cast<int64_t>(std::hash<std::string>()(place_text()));
+    at::Tensor own = at::full({1}, hash, at::kLong);
+    at::Tensor of_all = at::empty({where_.world}, at::kLong);
+    rethrow_named(operation_, *health_, [&] { all_gather_flat(*group_, of_all, own)->wait(); });
+    return of_all.eq(hash).all().item<bool>();
   }
 
   // Makes a group of the same ranks on the CPU; null if the engine can make none. Collective.

@@ -1,6 +1,7 @@
 #include <trireme/comm/c10d/split_group.h>
 
 #include <trireme/comm/c10d/engine_options.h>
+#include <trireme/comm/c10d/group_values.h>
 #include <trireme/common/error.h>
 
 #include <c10/util/StringUtil.h>
@@ -9,7 +10,6 @@
 #include <algorithm>
 #include <functional>
 #include <map>
-#include <mutex>
 #include <typeinfo>
 
 namespace trireme {
@@ -32,36 +32,14 @@ c10::intrusive_ptr<Options> copy_of(const c10::intrusive_ptr<Options>& options,
   }
 }
 
-// The parts that each group of this process was split into, by what they are called. A part that is
-// made again, by another communicator over the group, meets under keys of its own: in the Store are
-// still the addresses of the one before. All ranks of a part make it as often, so they count alike.
-class MadeParts {
- public:
-  static MadeParts& all() {
-    static MadeParts one;
-    return one;
-  }
-
-  // Returns how many parts of this name there have been, and counts one more.
-  int64_t count(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& name) {
-    const std::lock_guard lock(mutex_);
-    std::erase_if(groups_, [](const OfGroup& one) { return one.group.expired(); });
-    const WeakGroup weak(group);
-    auto found = std::find_if(groups_.begin(), groups_.end(),
-                              [&](const OfGroup& one) { return one.group == weak; });
-    if (found == groups_.end()) found = groups_.insert(found, {weak, {}});
-    return found->parts[name]++;
-  }
-
- private:
-  using WeakGroup = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
-  struct OfGroup {
-    WeakGroup group;
-    std::map<std::string, int64_t> parts;
-  };
-  std::mutex mutex_;
-  std::vector<OfGroup> groups_;
-};
+// Returns how many parts of this name a group has been split into, and counts one more. A part that
+// is made again, by another communicator over the group, meets under keys of its own: in the Store
+// are still the addresses of the one before. All ranks of a part make it as often, so they count
+// alike.
+int64_t count_part(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& name) {
+  static GroupValues<std::map<std::string, int64_t>> made;
+  return made.with(group, [&](auto& parts) { return parts[name]++; });
+}
 
 }  // namespace
 
@@ -79,7 +57,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> split_group(
   const std::string part = name + " of ranks " + c10::str(ranks);
   const size_t hash = std::hash<std::string>()(part);
   const std::string keys =
-      c10::str("trireme/", name, "/", hash, "/", MadeParts::all().count(whole, part));
+      c10::str("trireme/", name, "/", hash, "/", count_part(whole, part));
   const auto store = c10::make_intrusive<c10d::PrefixStore>(keys, group.getStore());
   const auto place = std::find(ranks.begin(), ranks.end(), group.getRank()) - ranks.begin();
   auto made = c10::make_intrusive<c10d::ProcessGroup>(store, static_cast<int>(place),

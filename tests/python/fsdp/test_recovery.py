@@ -1,8 +1,10 @@
-"""What an exception on all ranks leaves behind, and a graph that outlives its parameters."""
+"""What an exception on all ranks leaves behind, a graph that outlives its parameters, and models of
+which ranks let go at other times."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdp.ranks import pair, shard_layers, train_both, train_by_rank
 from harness.faults import raises
 from harness.models import mlp
-from harness.on_ranks import on_shm_ranks
+from harness.on_ranks import on_gloo_ranks, on_shm_ranks
 
 
 class Failing(nn.Module):
@@ -109,3 +111,17 @@ def test_a_unit_raises_inside_a_forward_that_goes_on(rank: int) -> None:
         for step, ranks in enumerate(failing):
             train_by_rank(ours, one, step, [other in ranks for other in range(2)])
             assert all(isinstance(param, DTensor) for param in ours.model.parameters())
+
+
+@on_gloo_ranks(2)
+def test_ranks_let_go_of_a_model_at_other_times(rank: int) -> None:
+    """Its communicator goes with it, on one rank; what ranks know of their group does not."""
+    kept = []
+    for _ in range(2):
+        model = trireme.fully_shard(nn.Linear(256, 256))  # gathers more than 64 KiB
+        model(torch.ones(2, 256)).sum().backward()
+        assert model.weight.grad is not None
+        if rank == 0:
+            kept.append(model)
+        del model
+        gc.collect()
