@@ -22,8 +22,8 @@ class GroupValues {
     const std::lock_guard lock(mutex_);
     std::erase_if(all_, [](const Entry& one) { return one.group.expired(); });
     const WeakGroup weak(group);
-    auto found = std::find_if(all_.begin(), all_.end(),
-                              [&](const Entry& one) { return one.group == weak; });
+    auto found =
+        std::find_if(all_.begin(), all_.end(), [&](const Entry& one) { return one.group == weak; });
     if (found == all_.end()) found = all_.insert(found, {weak, Value()});
     return use(found->value);
   }

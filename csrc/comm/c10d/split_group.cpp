@@ -56,8 +56,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> split_group(
     if (!group.getBackend(device.type())->supportsSplitting()) return {};
   const std::string part = name + " of ranks " + c10::str(ranks);
   const size_t hash = std::hash<std::string>()(part);
-  const std::string keys =
-      c10::str("trireme/", name, "/", hash, "/", count_part(whole, part));
+  const std::string keys = c10::str("trireme/", name, "/", hash, "/", count_part(whole, part));
   const auto store = c10::make_intrusive<c10d::PrefixStore>(keys, group.getStore());
   const auto place = std::find(ranks.begin(), ranks.end(), group.getRank()) - ranks.begin();
   auto made = c10::make_intrusive<c10d::ProcessGroup>(store, static_cast<int>(place),
