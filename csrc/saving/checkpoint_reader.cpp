@@ -108,9 +108,8 @@ void CheckpointReader::open_all(const CheckpointPlace& place) {
   const auto belongs = [&](const std::string& other) {
     return model.names_all ? model.other_bytes.count(other) > 0 : is_there(other);
   };
-  for (const char* kind :
-       {kOptimizerTensors, kCompressionTensors, kRoundsTensors, kRandomTensors, kFrozenTensors,
-        kTableTensors}) {
+  for (const char* kind : {kOptimizerTensors, kCompressionTensors, kRoundsTensors, kRandomTensors,
+                           kFrozenTensors, kTableTensors}) {
     const std::string other = index_name(kind);
     if (!belongs(other)) continue;
     const CheckpointIndex index =
