@@ -3,7 +3,7 @@
     python benchmarks/bench_pipetransformer.py --json benchmarks/results/pipetransformer.json
     python benchmarks/bench_pipetransformer.py --only reads --quick
 
-epochs (17 minutes): `gpt` on 2 ranks x 1 thread, 6 epochs of 16 steps, alpha 1/3 by the schedule:
+epochs (30 minutes): `gpt` on 2 ranks x 1 thread, 6 epochs of 16 steps, alpha 1/3 by the schedule:
 plain DDP, DDP + Freeze, DDP + Freeze + cache; a fixed pipeline, + Freeze, + plan and transform, all
 of it; the last epoch and the whole run.
 
