@@ -5,13 +5,9 @@ Run as a rank (`python -m measure.elastic_runs CONFIG`) it measures once and rep
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +15,15 @@ import torch.distributed as dist
 import trireme
 from torch import nn
 
-from measure.freeze_runs import RANKS, loss_of, make_gpt, rows_of_text
-from measure.memory import keep_heap_warm
-from measure.ranks import Launch, Message, RankGroup
-from measure.worker import take_over_stdout
+from measure.freeze_runs import (
+    RANKS,
+    loss_of,
+    make_gpt,
+    replies_of,
+    reply_once,
+    rows_of_text,
+)
+from measure.ranks import Message
 
 SIDES: Mapping[str, tuple[str, ...]] = {
     "pipeline": (),
@@ -37,11 +38,7 @@ CHUNKS = 4
 
 def measure_elastic(what: str, **config: Any) -> list[Message]:
     """What `what` is on each rank of fresh processes; see MEASURED."""
-    text = json.dumps({"what": what, **config})
-    with tempfile.TemporaryDirectory(prefix="bench") as scratch:
-        launch = Launch(what, "measure.elastic_runs", text, RANKS, 1, Path(scratch))
-        with RankGroup(launch) as group:
-            return group.replies()
+    return replies_of("measure.elastic_runs", what, config)
 
 
 def _layers(tiny: bool) -> tuple[list[nn.Module], int, int]:
@@ -130,16 +127,7 @@ MEASURED: dict[str, Callable[[Mapping[str, Any]], Message]] = {
 
 
 def main() -> None:
-    replies = take_over_stdout()
-    config = json.loads(sys.argv[1])
-    context = trireme.init()
-    torch.set_num_threads(1)  # after trireme.init(), which sets them
-    keep_heap_warm()
-    replies.write(json.dumps(MEASURED[config["what"]](config)) + "\n")
-    replies.flush()
-    sys.stdin.readline()
-    del context
-    trireme.shutdown()
+    reply_once(MEASURED)
 
 
 if __name__ == "__main__":

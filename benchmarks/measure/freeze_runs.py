@@ -38,9 +38,14 @@ TOKENS, BATCHES = 128, (4, 32)  # of an input, and rows of it that are read at a
 
 def measure_freeze(what: str, **config: Any) -> list[Message]:
     """What `what` is on each rank of fresh processes; see MEASURED."""
+    return replies_of("measure.freeze_runs", what, config)
+
+
+def replies_of(module: str, what: str, config: Mapping[str, Any]) -> list[Message]:
+    """What fresh ranks reply that run a module, whose main() is reply_once()."""
     text = json.dumps({"what": what, **config})
     with tempfile.TemporaryDirectory(prefix="bench") as scratch:
-        launch = Launch(what, "measure.freeze_runs", text, RANKS, 1, Path(scratch))
+        launch = Launch(what, module, text, RANKS, 1, Path(scratch))
         with RankGroup(launch) as group:
             return group.replies()
 
@@ -286,17 +291,22 @@ MEASURED: dict[str, Callable[[Mapping[str, Any]], Message]] = {
 }
 
 
-def main() -> None:
+def reply_once(measured: Mapping[str, Callable[[Mapping[str, Any]], Message]]) -> None:
+    """Measures as a rank what the configuration asks for, and replies."""
     replies = take_over_stdout()
     config = json.loads(sys.argv[1])
     context = trireme.init()
     torch.set_num_threads(1)  # after trireme.init(), which sets them
     keep_heap_warm()
-    replies.write(json.dumps(MEASURED[config["what"]](config)) + "\n")
+    replies.write(json.dumps(measured[config["what"]](config)) + "\n")
     replies.flush()
     sys.stdin.readline()
     del context
     trireme.shutdown()
+
+
+def main() -> None:
+    reply_once(MEASURED)
 
 
 if __name__ == "__main__":
