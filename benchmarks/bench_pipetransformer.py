@@ -15,8 +15,8 @@ freezing and at alpha 1/5, 1/3 and 1/2.
 
 off (1 minute): steps of `mlp` under DDP with a Freeze that freezes nothing, beside plain ones.
 
-change (1 minute): the first step behind a change beside a usual one, under DDP, ZeRO 2 and
-fully_shard.
+change (1 minute): the slower one of the first two steps behind a change beside a usual one, under
+DDP, ZeRO 2 and fully_shard.
 
 reads (2 minutes): batches of 4 and of 32 rows out of the cache beside a copy of the same rows, and
 the memory of the cache on the host beside the bytes of its entries.

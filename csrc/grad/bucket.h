@@ -49,6 +49,10 @@ namespace trireme {
 // A buffer is used again for the next step only if nobody holds a range of it: a gradient that the
 // user kept from an earlier step is never overwritten. Such a bucket simply takes a new buffer.
 //
+// When fewer gradients are planned, as layers are frozen, the buckets that end earlier than before
+// take the memory of those before them, whose pages are there: to touch new ones costs as much as
+// the reduction.
+//
 // A FlatBucket also keeps the tensors that it has made for ranges, and their Python objects with
 // them: each becomes .grad again as long as nobody holds or has changed it. So a step makes no
 // tensors, and zero_grad() frees none.
@@ -137,6 +141,9 @@ class TRIREME_API Bucket {
   // its identity.
   void adopt_range(size_t slot, const Bucket& earlier);
   virtual bool holds_gradient_of(const at::Tensor& parameter) const;
+  // Takes the memory of `earlier`, where gradients lie as here up to the end of this bucket, and
+  // where nobody else holds any of it. Returns whether it did; the earlier bucket is spent then.
+  virtual bool take_memory(Bucket& /*earlier*/) { return false; }
 
   const PlannedBucket& plan() const { return plan_; }
   // Returns whether its gradients become .grad in the dtypes of `infos`.

@@ -6,6 +6,8 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <utility>
+
 namespace trireme {
 
 bool FlatBucket::is_range(const at::Tensor& grad, size_t index) const {
@@ -66,6 +68,39 @@ void FlatBucket::begin_step(bool shadow) {
   for (Slot& slot : slots_) {
     if (slot.origin == GradOrigin::kInPlace) slot.origin = GradOrigin::kForeign;
   }
+}
+
+// Returns whether the gradients of this bucket are the first ones of `earlier`, and lie alike.
+bool FlatBucket::continues(const FlatBucket& earlier) const {
+  const PlannedBucket& before = earlier.plan_;
+  if (plan_.dtype != before.dtype || plan_.device != before.device) return false;
+  if (slots_.size() > earlier.slots_.size() || grads_may_alias_ != earlier.grads_may_alias_)
+    return false;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (plan_.slots[i] != before.slots[i] || slots_[i].sizes != earlier.slots_[i].sizes ||
+        slots_[i].strides != earlier.slots_[i].strides)
+      return false;
+  }
+  return true;
+}
+
+bool FlatBucket::take_memory(Bucket& earlier) {
+  auto* before = dynamic_cast<FlatBucket*>(&earlier);
+  const int64_t numel = plan_.numel + tail_numel_;
+  if (before == nullptr || !before->buffer_.defined() || before->buffer_.numel() < numel ||
+      !continues(*before))
+    return false;
+  before->Bucket::begin_step(/*shadow=*/false);
+  for (size_t i = slots_.size(); i < before->slots_.size(); ++i)
+    if (before->slots_[i].origin == GradOrigin::kInPlace) return false;
+  const size_t its_uses = before->count_uses(/*writes_to_gradients=*/true);
+  if (before->buffer_.storage().use_count() != its_uses) return false;
+  const at::Tensor whole = std::exchange(before->buffer_, {});
+  if (own_) make_zero(whole, numel, whole.numel() - numel);
+  buffer_ = range_of(whole, {numel}, {1}, 0);
+  for (size_t i = 0; i < slots_.size(); ++i) delivered_[i] = std::move(before->delivered_[i]);
+  before->delivered_.assign(before->slots_.size(), {});
+  return true;
 }
 
 void FlatBucket::write(size_t index, const at::Tensor& grad, Write how) {

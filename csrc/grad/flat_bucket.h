@@ -24,6 +24,7 @@ class TRIREME_API FlatBucket final : public Bucket {
   at::Tensor spread_sum(size_t slot) override;
   using Bucket::own_sum;
   at::Tensor own_sum(size_t slot, at::IntArrayRef sizes, at::IntArrayRef strides) const override;
+  bool take_memory(Bucket& earlier) override;
   at::Tensor payload() const override { return buffer_.narrow(0, 0, plan_.numel); }
 
  private:
@@ -31,6 +32,7 @@ class TRIREME_API FlatBucket final : public Bucket {
   void have_home() override;
   void write(size_t slot, const at::Tensor& grad, Write how) override;
   void allocate();
+  bool continues(const FlatBucket& earlier) const;
   bool is_untouched(const at::Tensor& delivered, size_t slot) const;
   size_t count_uses(bool writes_to_gradients);
   void complete_on_device(double scale);

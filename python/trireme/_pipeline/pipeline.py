@@ -26,7 +26,7 @@ from trireme._pipeline.expected_calls import ExpectedCalls
 from trireme._pipeline.groups import groups_of
 from trireme._pipeline.micro_batches import BatchCut, merge
 from trireme._pipeline.passes import cut_for_pass, is_tensors, run_pass
-from trireme._pipeline.scaler import ScalesLosses
+from trireme._pipeline.scaler import ScalesLosses, refuse_what_leaves
 from trireme._pipeline.schedule import Checkpoint, PipelineSchedule, Times
 from trireme._pipeline.skips import skips_between
 from trireme._pipeline.stage_requests import held_by_calls, requests_of
@@ -462,7 +462,7 @@ class Pipeline(ScalesLosses, nn.Module):
             whole = tensors_in((inputs, target, kwargs))
             divides_losses |= any(one.requires_grad and not one.is_leaf for one in whole)
             if name == "step" and self._loss_scale is not None:
-                self._loss_scale.refuse_what_leaves(self._calls, self._group)
+                refuse_what_leaves(self._calls, self._group)
         except Exception as raised:
             error = raised
         said = {"call": name, "rows": rows, "target": target is not None, "names": list(kwargs)}

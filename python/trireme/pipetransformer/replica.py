@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trireme import _C
 from trireme._C import Communicator, ElasticPlan
+from trireme._core.loss_scale import LossScale
 from trireme.activation_cache import ActivationCache, CachedPrefix
 from trireme.ddp import DistributedDataParallel
 from trireme.pipeline import Pipeline
@@ -80,6 +81,7 @@ class WholeReplica:
         cache: ActivationCache | None,
         group: dist.ProcessGroup | None,
         together: Together,
+        scale: LossScale | None,
     ) -> None:
         names = list(layers)
         self._frozen = frozen
@@ -91,13 +93,16 @@ class WholeReplica:
             self._rest = DistributedDataParallel(self._rest, process_group=group, init_sync=False)
         self._loss = loss
         self._together = together
+        self._scale = scale
 
     def is_for(self, frozen: int) -> bool:
         return self._frozen == frozen
 
     def backward(self, part: Part) -> Tensor:
         loss = self._forward(part)
-        loss.backward()
+        # As a tensor, so that a loss of few bits is multiplied in fp32.
+        scaled = loss if self._scale is None else loss * torch.tensor(self._scale.value())
+        scaled.backward()
         return loss.detach()
 
     def evaluate(self, part: Part) -> Tensor:
@@ -144,6 +149,7 @@ class StagedReplica:
         frozen: int,
         loss: Callable[..., Any],
         cache: ActivationCache | None,
+        scale: LossScale | None,
     ) -> None:
         names, balance = list(layers), list(staging.plan.balance)
         # Frozen layers of later ranks get what crosses, which has no ids.
@@ -162,6 +168,8 @@ class StagedReplica:
             schedule=staging.schedule,
             loss=loss,
         )
+        if scale is not None:
+            self._pipe.share_scale(scale)
 
     def is_for(self, frozen: int) -> bool:
         return self._cached == min(frozen, self._most_cached)  # the pipeline sees what is trained

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
@@ -18,6 +19,7 @@ from trireme import _C
 from trireme._C import Communicator, ElasticEpoch, ElasticPlan
 from trireme._core.agreement import raised_on_all
 from trireme._core.group_communicator import communicator_of
+from trireme._core.loss_scale import LossScale, check_scaler
 from trireme._core.nested import map_tensors, tensors_in
 from trireme.activation_cache import ActivationCache
 from trireme.pipeline import measure_layers, pipeline_schedule
@@ -100,6 +102,8 @@ class PipeTransformer(ElasticLayers):
         self._meshes: dict[tuple[int, int], DeviceMesh] = {}
         self._communicators: list[Communicator] = []
         self._seconds, self._hits = 0.0, 0
+        self._scaler: GradScaler | None = None
+        self._scale: LossScale | None = None
         with self._on_all_ranks():
             named = layers_by_name(layers, group)
             self._check(loss, freeze, cache, schedule)
@@ -185,10 +189,43 @@ class PipeTransformer(ElasticLayers):
         loss = replica.backward(self._part_of(x, ids, target))
         if self._freezes:
             self._freeze.step()
-        self._optimizer.step()
+        if self._scaler is None:
+            self._optimizer.step()
+        else:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
         mean = self._course.mean_loss(loss)
         self._seconds += time.perf_counter() - begin
         return mean
+
+    def scale_losses(self, scaler: GradScaler) -> None:
+        """From now on :meth:`step` trains with the scale of ``scaler``, under every plan: it
+        multiplies losses, calls ``scaler.step(optimizer)`` and ``scaler.update()``, and returns the
+        loss without the scale.
+
+        Each rank passes one of its own, with the same settings. An inf on one rank makes all ranks
+        skip the step and lower the scale. Collective, and one more gather of a number per step. A
+        scaler that is not enabled changes nothing.
+
+        Raises:
+            TypeError: on all ranks: it is no ``torch.amp.GradScaler``.
+            ValueError: on all ranks: there is one already; it is that of a pipeline; settings that
+                differ between ranks.
+        """
+        with self._on_all_ranks():
+            check_scaler(scaler, ELASTIC, self._group, has_one=self._scaler is not None)
+        settings = {"enabled": scaler.is_enabled(), **scaler.state_dict()}
+        texts = _C.gather_texts(repr(settings), self._ranks, self._ranks.device)
+        for rank, text in enumerate(texts):
+            if text != texts[0]:
+                got = f"got GradScalers that differ: {texts[0]} on rank 0, {text} on rank {rank}"
+                self._refuse(got, "Make them alike on all ranks.")
+        if not scaler.is_enabled():
+            return
+        own = set(map(id, self.parameters()))
+        self._scaler = scaler
+        self._scale = LossScale(scaler, self._ranks, lambda param: id(param) in own, ELASTIC)
+        self._replica = None
 
     def eval_step(self, x: Any, target: Any = None) -> Tensor:
         """Returns the mean loss of a global batch, as :meth:`step` does, and trains nothing. The
@@ -253,10 +290,12 @@ class PipeTransformer(ElasticLayers):
                 cache=self._cache,
                 group=self._group if plan.replicas > 1 else None,
                 together=self._on_all_ranks,
+                scale=self._scale,
             )
         micro_batches = self._course.micro_batches
         staging = Staging(plan, self._mesh_of(plan), micro_batches, self._schedule)
-        return StagedReplica(self._layers, staging, frozen=frozen, loss=loss, cache=self._cache)
+        options = {"cache": self._cache, "scale": self._scale}
+        return StagedReplica(self._layers, staging, frozen=frozen, loss=loss, **options)
 
     # plans
 

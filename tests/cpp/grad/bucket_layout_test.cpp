@@ -59,6 +59,20 @@ struct Letters {
     return text;
   }
 
+  // Begins a step of all buckets; returns where their memory is.
+  std::vector<const void*> begin_step() {
+    const at::NoGradGuard no_grad;  // as a backward without a graph
+    std::vector<const void*> memory;
+    for (const auto& bucket : layout.buckets()) {
+      bucket->begin_step(/*shadow=*/false);
+      memory.push_back(bucket->transport().const_data_ptr());
+    }
+    return memory;
+  }
+  at::Tensor& grad(char letter) const {
+    return parameters.tensors[static_cast<size_t>(indices({letter}).front())].mutable_grad();
+  }
+
   NamedParameters parameters{{"a"}, {at::zeros({4}).set_requires_grad(true)}, {false}};
   BucketLayout layout{{{{32}}, {}, {}, {}, {}}, parameters};
 };
@@ -100,6 +114,62 @@ TEST_CASE("under a hook what is left of a bucket goes behind, under an index nob
   letters.layout.infos()[0].grad_dtype = at::kDouble;
   CHECK(letters.beside("a") == "5:a");
   CHECK(letters.plan("abdeg") == "3:g 4:de 5:a 6:b");
+}
+
+TEST_CASE("gradients that are left lie where they lay") {
+  Letters letters("abcd");
+  letters.plan("dcba");
+  const std::vector<const void*> before = letters.begin_step();
+  CHECK(letters.plan("dcb") == "0:dc 1:b");
+  CHECK(letters.begin_step() == before);
+  CHECK(letters.layout.buckets()[1]->transport().numel() == 4);
+  CHECK(letters.plan("dc") == "0:dc");
+  CHECK(letters.begin_step().front() == before.front());
+}
+
+TEST_CASE("memory in which somebody holds a gradient is left alone") {
+  Letters letters("abcd");
+  letters.plan("dcba");
+  const std::vector<const void*> before = letters.begin_step();
+  Bucket& last = *letters.layout.buckets()[1];
+  for (const size_t slot : {0, 1}) {
+    letters.grad("ba"[slot]) = at::ones({4});
+    last.gradient_arrived(slot, /*scale=*/3);
+  }
+  last.complete(3);
+  for (const size_t slot : {0, 1}) last.deliver(slot, /*as_bucket_view=*/false);
+  at::Tensor held;
+  SECTION("the program, that of a layer that trains on") {
+    held = letters.grad('b');
+    letters.grad('b').reset();
+    letters.grad('a').reset();
+  }
+  SECTION("a layer that does not train any more") {
+    held = letters.grad('a');
+    letters.grad('b').reset();
+  }
+  letters.plan("dcb");
+  const std::vector<const void*> now = letters.begin_step();
+  CHECK(now[0] == before[0]);
+  CHECK(now[1] != before[1]);
+  CHECK(at::equal(held, at::full({4}, 3.0F)));
+}
+
+TEST_CASE("a gradient that lies in a bucket stays in its place") {
+  Letters letters("abcd");
+  letters.plan("dcba");
+  letters.begin_step();
+  Bucket& last = *letters.layout.buckets()[1];
+  letters.grad('b') = at::ones({4});
+  last.gradient_arrived(0, /*scale=*/1);
+  last.complete(1);
+  last.deliver(0, /*as_bucket_view=*/false);
+  const at::Tensor grad = letters.grad('b');
+  const void* place = grad.const_data_ptr();
+  letters.plan("dcb");
+  CHECK(letters.begin_step()[1] == place);
+  CHECK(letters.grad('b').is_same(grad));
+  CHECK(at::equal(grad, at::ones({4})));
 }
 
 }  // namespace trireme::bucket_layout_test

@@ -110,12 +110,14 @@ class OneProcess:
         self.model = nn.Sequential(*self.layers)
         self.optimizer = optimizer(self.model.parameters())
         self._loss = loss
+        self.scaler = torch.amp.GradScaler("cpu", enabled=False)
 
     def step(self, x: Tensor, target: Tensor) -> float:
         self.optimizer.zero_grad()
         loss = self._loss(self.model(x), target)
-        loss.backward()
-        self.optimizer.step()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         return float(loss)
 
     def freeze(self, count: int) -> None:

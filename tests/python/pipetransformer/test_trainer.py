@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import trireme
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim.lr_scheduler import StepLR
 
 from harness.faults import raises
@@ -110,6 +112,54 @@ def test_whole_numbers_are_exact(rank: int) -> None:
         },
     }
     assert_same(dict(sorted(held(run, optimizer).items())), dict(sorted(expected.items())))
+
+
+@on_shm_ranks(4)
+def test_a_scaler_goes_on_under_all_plans(rank: int) -> None:
+    """An inf in one stage, or in the gradients of one replica, makes all ranks skip the step."""
+    data = tanh_data()
+    run, optimizer = run_of()
+    one = OneProcess()
+    broken = []  # as many as there are steps that break
+    for layers in (run, one.model):
+        last = [*layers.children()][-1]
+        last[0].bias.register_hook(lambda gradient: gradient * math.inf if broken else gradient)
+    ours = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    one.scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    run.scale_losses(ours)
+    scales = []
+    for epoch, ranks in enumerate((4, 2, 1, 2)):
+        change(run, optimizer, ranks)
+        for step in range(epoch * EPOCH, (epoch + 1) * EPOCH):
+            # One rank's replica is enough, where each has the whole model.
+            broken[:] = [step] if step % EPOCH == 1 else []
+            expected = train_alone(one, range(step, step + 1), data)
+            if ranks == 1 and rank != 2:
+                broken.clear()
+            assert train(run, range(step, step + 1), data) == pytest.approx(expected, rel=1e-5)
+            assert ours.get_scale() == one.scaler.get_scale(), step
+            scales.append(ours.get_scale())
+        run.end_epoch()
+        one.freeze(run.freeze.frozen)
+    assert set(scales) == {1024.0, 512.0}
+    for name, value in run.state_dict().items():
+        torch.testing.assert_close(value, one.model.state_dict()[name])
+    with raises(ValueError, "got a second GradScaler"):
+        run.scale_losses(GradScaler("cpu"))
+
+
+@on_shm_ranks(2)
+def test_scalers_that_cannot_scale_a_run(rank: int) -> None:
+    run, _ = run_of(freeze=False)
+    with raises(TypeError, "got float as scaler"):
+        run.scale_losses(8.0)  # type: ignore[arg-type]
+    with raises(ValueError, "got GradScalers that differ"):
+        run.scale_losses(GradScaler("cpu", init_scale=2.0 + rank))
+    run.scale_losses(GradScaler("cpu", enabled=False))
+    scaler = GradScaler("cpu")
+    run.scale_losses(scaler)
+    with raises(ValueError, "got a GradScaler that another pipeline has"):
+        run_of(freeze=False)[0].scale_losses(scaler)
 
 
 @on_shm_ranks(4)
