@@ -125,10 +125,12 @@ Buckets BucketLayout::make_buckets(const BucketPlan& plan, int64_t tail_numel, b
   for (const PlannedBucket& planned : plan.buckets) {
     const bool is_last = &planned == &plan.buckets.back();
     buckets.push_back(make_bucket(planned, is_last ? tail_numel : 0, scatters));
-    const int32_t before = planned.slots.empty()
-                               ? -1
-                               : places_[static_cast<size_t>(planned.slots.front().parameter)].bucket;
-    if (before >= 0 && buckets.back()->take_memory(*buckets_[static_cast<size_t>(before)])) continue;
+    const int32_t before =
+        planned.slots.empty()
+            ? -1
+            : places_[static_cast<size_t>(planned.slots.front().parameter)].bucket;
+    if (before >= 0 && buckets.back()->take_memory(*buckets_[static_cast<size_t>(before)]))
+      continue;
     for (size_t slot = 0; slot < planned.slots.size(); ++slot) {
       const auto index = static_cast<size_t>(planned.slots[slot].parameter);
       const int32_t earlier = places_[index].bucket;

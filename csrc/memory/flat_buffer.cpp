@@ -46,6 +46,18 @@ void make_zero(const at::Tensor& lazy, int64_t begin, int64_t numel) {
   std::memset(data + head + whole, 0, static_cast<size_t>(bytes - head - whole));
 }
 
+void bring_pages([[maybe_unused]] const at::Tensor& tensor) {
+#ifdef MADV_POPULATE_WRITE
+  if (!tensor.is_cpu() || !tensor.has_storage() || tensor.storage().nbytes() == 0) return;
+  const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto first = reinterpret_cast<uintptr_t>(tensor.storage().data());
+  const uintptr_t begin = first / page * page;
+  // Pages that do not come now come when they are touched.
+  ::madvise(reinterpret_cast<void*>(begin), first + tensor.storage().nbytes() - begin,
+            MADV_POPULATE_WRITE);
+#endif
+}
+
 at::Tensor range_of(const at::Tensor& buffer, at::IntArrayRef sizes, at::IntArrayRef strides,
                     int64_t offset) {
   const c10::DispatchKeySet keys(

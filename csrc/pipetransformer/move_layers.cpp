@@ -3,6 +3,7 @@
 #include <trireme/comm/gather_texts.h>
 #include <trireme/common/exception_text.h>
 #include <trireme/common/resolved.h>
+#include <trireme/memory/flat_buffer.h>
 #include <trireme/memory/snapshot.h>
 #include <trireme/pipetransformer/layer_memory.h>
 #include <trireme/pipetransformer/rank_agreement.h>
@@ -246,6 +247,7 @@ class LayersMove {
           at::empty_strided(said[2].get<Numbers>(), said[3].get<Numbers>(), options));
     }
     for (const auto& [key, tensor] : arrival.state.state) arrival.written.push_back(tensor);
+    for (const at::Tensor& tensor : arrival.written) bring_pages(tensor);
   }
 
   // A save beside training may still read what is written here, or freed afterwards.

@@ -2,11 +2,14 @@
 
 #include <trireme/common/error.h>
 #include <trireme/common/exception_text.h>
+#include <trireme/module/averages_gradients.h>
+#include <trireme/module/meets_ranks.h>
 #include <trireme/optim/write_gate.h>
 #include <trireme/pipetransformer/layer_costs.h>
 #include <trireme/pipetransformer/layer_memory.h>
 #include <trireme/pipetransformer/layer_state.h>
 #include <trireme/pipetransformer/rank_agreement.h>
+#include <trireme/sync/table_parameters.h>
 
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
@@ -75,6 +78,7 @@ PipeTransformerImpl::PipeTransformerImpl(torch::nn::Sequential layers,
       "layers and an optimizer", "Give all ranks the same.",
       [this] {
         check_layer_states(*optimizer_);
+        check_modules();
         check_optimizer();
         check_shared();
         if (options_.freeze)
@@ -88,6 +92,23 @@ PipeTransformerImpl::PipeTransformerImpl(torch::nn::Sequential layers,
   frozen_ends_ = ends_of_frozen(layers_);
   for (const auto& item : layers_->named_children()) register_module(item.key(), item.value());
   if (!course_->needs_costs()) move_to(course_->next_plan(0));
+}
+
+// Refuses modules and parameters that are of certain ranks: layers come to others.
+void PipeTransformerImpl::check_modules() const {
+  if (const auto averaging = averaging_module_in(*layers_))
+    refuse_elastic("got a DistributedDataParallel at '" + *averaging +
+                       "', expected layers that a run averages",
+                   ranks_.get(), "Give the module in it.");
+  if (const std::string meeting = meeting_of_ranks(*layers_, /*most=*/0); !meeting.empty())
+    refuse_elastic("got " + meeting + ", whose ranks change from plan to plan", ranks_.get(),
+                   "Keep BatchNorm, whose statistics are those of a micro-batch.");
+  for (const auto& item : layers_->named_parameters()) {
+    if (!table_of(item.value())) continue;
+    refuse_elastic("got '" + item.key() +
+                       "', which a parameter server keeps, expected it to move with its layer",
+                   ranks_.get(), "Leave out the table.");
+  }
 }
 
 void PipeTransformerImpl::check_optimizer() const {

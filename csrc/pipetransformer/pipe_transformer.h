@@ -101,6 +101,7 @@ class TRIREME_API PipeTransformerImpl : public torch::nn::Module,
   NamedTensors parameters_of(size_t layer) const;
   NamedTensors tensors_of(size_t layer) const;
   void release(size_t layer) const;
+  void check_modules() const;
   void check_optimizer() const;
   void check_shared() const;
   void announce(const std::string& why) noexcept;

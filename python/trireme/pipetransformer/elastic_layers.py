@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from trireme import _C
 from trireme._C import Communicator
 from trireme._core.group_communicator import communicator_of
-from trireme._core.owners import ShardedOptimizer
+from trireme._core.owners import ShardedOptimizer, table_of
 from trireme.pipetransformer.areas import ELASTIC
 
 Entry = nn.Module | Sequence[nn.Module]
@@ -82,17 +83,32 @@ def _is_module(value: object) -> bool:
     return isinstance(value, nn.Module)
 
 
+def refuse_module(name: str, module: nn.Module, refuse: Callable[..., NoReturn]) -> None:
+    """Refuses a module that is of certain ranks, or has more than tensors that would move."""
+    if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        got = f"got a DistributedDataParallel at '{name}', expected layers that a run averages"
+        refuse(got, "Give the module in it.")
+    if isinstance(module, nn.SyncBatchNorm):
+        got = f"got a SyncBatchNorm at '{name}', whose ranks change from plan to plan"
+        refuse(got, "Keep BatchNorm, whose statistics are those of a micro-batch.")
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+        got = f"got '{name}' with a get_extra_state(), which would not move with its layer"
+        refuse(got, "Keep it in buffers.")
+
+
 def check_layers(
     layers: Mapping[str, nn.Module], optimizer: object, group: dist.ProcessGroup | None
 ) -> None:
-    """Raises ValueError or TypeError for layers that share tensors, have none on this rank, or
-    whose parameters are not those of ``optimizer``."""
+    """Raises ValueError or TypeError for layers that share tensors, have none on this rank, have
+    more than these to move, or whose parameters are not those of ``optimizer``."""
 
     def refuse(got: str, next_step: str, kind: type[Exception] = ValueError) -> NoReturn:
         ELASTIC.refuse(got, next_step, group, kind=kind)
 
     seen: dict[int, str] = {}
     of_layers: set[int] = set()
+    for name, module in nn.ModuleDict(dict(layers)).named_modules():
+        refuse_module(name, module, refuse)
     for layer, module in layers.items():
         own: set[int] = set()
         for name, tensor in [*module.named_parameters(layer), *module.named_buffers(layer)]:
@@ -100,6 +116,12 @@ def check_layers(
                 refuse(f"got '{name}', which is sharded", "Give layers that are whole.")
             if tensor.is_meta:
                 refuse(f"got '{name}' on device meta", "Make all layers on each rank.")
+            if table_of(tensor) is not None:
+                refuse(
+                    f"got '{name}', which a parameter server keeps, expected it to move with its "
+                    "layer",
+                    "Leave out the table.",
+                )
             where = id(tensor) if tensor.numel() == 0 else tensor.untyped_storage().data_ptr()
             if where in own:
                 continue

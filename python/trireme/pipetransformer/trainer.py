@@ -294,8 +294,14 @@ class PipeTransformer(ElasticLayers):
             )
         micro_batches = self._course.micro_batches
         staging = Staging(plan, self._mesh_of(plan), micro_batches, self._schedule)
-        options = {"cache": self._cache, "scale": self._scale}
-        return StagedReplica(self._layers, staging, frozen=frozen, loss=loss, **options)
+        return StagedReplica(
+            self._layers,
+            staging,
+            frozen=frozen,
+            loss=loss,
+            cache=self._cache,
+            scale=self._scale,
+        )
 
     # plans
 
@@ -396,6 +402,10 @@ class PipeTransformer(ElasticLayers):
         if "_all_layers" in self.__dict__:
             self.__dict__["_all_layers"].training = mode
         return super().train(mode)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> NoReturn:
+        got = "got a run to move or cast, some of whose layers are on other ranks alone"
+        self._refuse(got, "Move or cast the layers before the run is made.")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Parameters and buffers that this rank holds."""

@@ -7,7 +7,7 @@
 #include <catch_torch.h>
 #include <functional>
 #include <memory>
-#include <mutex>
+#include <pipetransformer/wrong.h>
 #include <string>
 #include <thread_ranks.h>
 #include <vector>
@@ -36,23 +36,6 @@ std::string text_of_error(const std::function<void()>& work) {
   }
   return "";
 }
-
-class Wrong {
- public:
-  void unless(bool is_right, const std::string& what) {
-    if (is_right) return;
-    const std::lock_guard<std::mutex> lock(mutex_);
-    found_.push_back(what);
-  }
-  void unless_says(const std::string& text, const std::string& expected) {
-    unless(text.find(expected) != std::string::npos, "expected " + expected + ", got " + text);
-  }
-  const Strings& found() const { return found_; }
-
- private:
-  std::mutex mutex_;
-  Strings found_;
-};
 
 }  // namespace
 

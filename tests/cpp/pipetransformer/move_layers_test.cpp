@@ -8,7 +8,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <catch_torch.h>
-#include <mutex>
+#include <pipetransformer/wrong.h>
 #include <string>
 #include <thread_ranks.h>
 #include <vector>
@@ -67,27 +67,14 @@ bool are_bits(const at::Tensor& one, const at::Tensor& other) {
          (one.numel() == 0 || at::equal(bytes(one), bytes(other)));
 }
 
-// Collects what is wrong on any rank.
-class Wrong {
- public:
-  void add(const std::string& what) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    found_.push_back(what);
-  }
-  void unless_equal(const NamedTensors& got, const NamedTensors& expected,
-                    const std::string& where) {
-    if (got.size() != expected.size()) return add(where + ": other tensors");
-    for (size_t i = 0; i < got.size(); ++i)
-      if (got[i].first != expected[i].first || !has_memory(got[i].second) ||
-          !are_bits(got[i].second, expected[i].second))
-        add(where + ": '" + got[i].first + "' differs");
-  }
-  const std::vector<std::string>& found() const { return found_; }
-
- private:
-  std::mutex mutex_;
-  std::vector<std::string> found_;
-};
+void check_equal(Wrong& wrong, const NamedTensors& got, const NamedTensors& expected,
+                 const std::string& where) {
+  if (got.size() != expected.size()) return wrong.add(where + ": other tensors");
+  for (size_t i = 0; i < got.size(); ++i)
+    if (got[i].first != expected[i].first || !has_memory(got[i].second) ||
+        !are_bits(got[i].second, expected[i].second))
+      wrong.add(where + ": '" + got[i].first + "' differs");
+}
 
 // What one rank has of a run: all layers, those that it does not hold without memory.
 struct Held {
@@ -141,8 +128,8 @@ struct Held {
         continue;
       }
       const Layer expected(static_cast<int64_t>(100 * i));
-      wrong.unless_equal(layer.tensors, expected.tensors, where);
-      wrong.unless_equal(layer.state, expected.state, where);
+      check_equal(wrong, layer.tensors, expected.tensors, where);
+      check_equal(wrong, layer.state, expected.state, where);
       if (layer.values != expected.values) wrong.add(where + ": other values");
       if (!layer.tensors.front().second.requires_grad()) wrong.add(where + ": not trained");
     }
@@ -197,8 +184,8 @@ TEST_CASE("tensors that have memory are written in place") {
     if (rank.where.rank == 1 && are_bits(layer.tensors[0].second, expected.tensors[0].second))
       wrong.add("rank 1 was written");
     if (rank.where.rank != 2) return;
-    wrong.unless_equal(layer.tensors, expected.tensors, "rank 2");
-    wrong.unless_equal(moved.front()->state, expected.state, "rank 2");
+    check_equal(wrong, layer.tensors, expected.tensors, "rank 2");
+    check_equal(wrong, moved.front()->state, expected.state, "rank 2");
     if (layer.tensors[0].second.const_data_ptr() != memory) wrong.add("other memory");
     if (layer.tensors[0].second._version() == version) wrong.add("the same version");
   });

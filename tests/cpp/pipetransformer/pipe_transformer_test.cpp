@@ -13,7 +13,7 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
+#include <pipetransformer/wrong.h>
 #include <string>
 #include <temporary_folder.h>
 #include <thread_ranks.h>
@@ -113,24 +113,6 @@ Numbers frozen_by_epoch() {
   for (int64_t& count : frozen) count = std::min(count, kLayers - 1);
   return frozen;
 }
-
-// Collects what is wrong on any rank.
-class Wrong {
- public:
-  void unless(bool is_right, const std::string& what) {
-    if (is_right) return;
-    const std::lock_guard<std::mutex> lock(mutex_);
-    found_.push_back(what);
-  }
-  void unless_says(const std::string& text, const std::string& expected) {
-    unless(text.find(expected) != std::string::npos, "expected " + expected + ", got " + text);
-  }
-  const Strings& found() const { return found_; }
-
- private:
-  std::mutex mutex_;
-  Strings found_;
-};
 
 std::string text_of_error(const std::function<void()>& work) {
   try {

@@ -4,6 +4,8 @@
 #include <trireme/comm/c10d/gloo_group.h>
 #include <trireme/comm/launch/make_communicator.h>
 #include <trireme/comm/threads/thread_group.h>
+#include <trireme/pipetransformer/layer_memory.h>
+#include <trireme/pipetransformer/pipe_transformer.h>
 #include <trireme/saving/module_checkpoint.h>
 #include <trireme/strategies/data_parallel/data_parallel.h>
 #include <trireme/strategies/local_sgd/module_rounds.h>
@@ -126,7 +128,7 @@ void backward(const Row& row, int64_t step, const auto& no_sync, const auto& of_
 
 constexpr auto kNothing = [] { return 0; };
 
-Values alone(const Row& row, Cut cut) {
+Values alone(const Row& row, Cut cut, bool shows_losses) {
   if (row.is_whole && cut.is_by_ranks && !cut.drops_last) cut.parts = 1;
   Made made = row.make({});
   SGD optimizer = sgd(own_of(made));
@@ -149,7 +151,10 @@ Values alone(const Row& row, Cut cut) {
          backward(row, step, kNothing, of_batch);
          optimizer.step();
        },
-       [&](int64_t number) { return made.net->forward(batch(number)); }});
+       [&](int64_t number) {
+         const at::Tensor output = made.net->forward(batch(number));
+         return shows_losses ? made.loss(output, batch(number + 40)) : output;
+       }});
   return seen(made);
 }
 
@@ -335,6 +340,42 @@ Values staged(ThreadRank& rank, const Row& row) {
   });
 }
 
+// A run on both ranks, which goes to replicas of the whole model behind the first step, and back.
+// It shows losses in place of outputs.
+Values elastic(ThreadRank& rank, const Row& row) {
+  Made made = row.make({&rank, 1, ThreadGroup(1).communicator(0)});
+  SGD optimizer = sgd(own_of(made));
+  const auto layers = static_cast<int64_t>(made.net->size());
+  PipeTransformerOptions options{.global_batch = kBatch, .chunks = kChunks};
+  options.freeze = std::nullopt;
+  options.costs.assign(made.net->size(), 1.0);
+  PipeTransformer<> run_of(made.net, rank.communicator, PipelineLoss(made.loss), optimizer,
+                           options);
+  Program program;
+  program.step = [&](int64_t step) {
+    {
+      const auto around = row.around();
+      run_of->step(batch(step), batch(step + 40));
+    }
+    end_clock(made);
+    if (step > 0) return;
+    const ElasticPlan before = run_of->plan();
+    run_of->transform({.ranks_per_pipeline = 1, .replicas = 2, .balance = {layers}});
+    run_of->transform(before);
+  };
+  program.evaluate = [&](int64_t number) {
+    return run_of->eval_step(batch(number), batch(number + 40));
+  };
+  program.together = true;
+  run(row, made, program, &rank);
+  made.before();
+  Values found = made.elsewhere();
+  for (const at::Tensor& parameter : made.net->parameters())
+    found.push_back(has_memory(parameter) ? values_of({parameter}).front() : at::Tensor());
+  found.insert(found.end(), made.outputs.begin(), made.outputs.end());
+  return found;
+}
+
 Values working(ThreadRank& rank, const Row& row) {
   Made made = row.make({&rank, 0.5});
   ps::ParameterServer server(rank.communicator,
@@ -486,6 +527,7 @@ struct Column {
   bool is_cut = false;      // whether a rank has some layers only
   bool takes_loss = false;  // whether it is given the loss, or its program calls it
   bool calls = false;       // other ranks
+  bool shows_losses = false;
 };
 
 std::string folder;  // the cell that is filled saves there
@@ -523,6 +565,7 @@ const std::vector<Column> kColumns{
      false,
      true},
     {"StagePipeline", 2, staged, {kChunks, false}, true, true},
+    {"PipeTransformer", 2, elastic, {kChunks, false}, true, false, false, true},
     {"remote owner", 2, owned_elsewhere, {1}, false, true, true},
     {"worker", 2, working},
     {"save_checkpoint", 2, [](auto& rank, auto& row) { return saved(rank, row, folder); }},
@@ -547,6 +590,12 @@ const std::map<std::pair<std::string, std::string>, std::string> kRefused{
      "[pipeline] got a step of a pipeline in one process whose gradients DistributedDataParallel"},
     {{"DistributedDataParallel inside", "fully_shard, compressed"},
      "[fully_shard] got a DistributedDataParallel at '0.inner', which averages gradients, too"},
+    {{"SyncBatchNorm", "PipeTransformer"}, "[pipetransformer] got SyncBatchNormImpl at '0'"},
+    {{"DistributedDataParallel inside", "PipeTransformer"},
+     "[pipetransformer] got a DistributedDataParallel at '0.inner'"},
+    {{"a dense table", "PipeTransformer"},
+     "[pipetransformer] got '0.weight', which a parameter server keeps"},
+    {{"moved parameters", "PipeTransformer"}, "[pipetransformer] got an access to layer"},
     {{"moved parameters", "fully_shard, compressed"},
      "[fully_shard] the module's own '0.weight', which all ranks read, was written or replaced"},
     {{"moved parameters", "fully_shard"},
@@ -572,10 +621,12 @@ const std::map<std::pair<std::string, std::string>, std::string> kRefused{
     {{"sparse gradients", "worker"},
      "[ps] push: got a gradient of layout Sparse for '0.rows.weight'"}};
 
-// Pairs that mean nothing: steps that another rank asks for have no inputs that could run out, and
-// a strategy that takes no loss has it in the module that it wraps, as a layer among others.
+// Pairs that mean nothing: steps that another rank asks for have no inputs that could run out, a
+// step of a run has its whole batch, and a strategy that takes no loss has it in the module that it
+// wraps, as a layer among others.
 bool has_meaning(const std::string& row, const Column& column) {
   if (row == "a remote function") return column.name != "Join";
+  if (row == "no_sync" && column.name == "PipeTransformer") return false;
   return row != "a loss with parameters" || column.takes_loss;
 }
 
@@ -644,7 +695,7 @@ TEST_CASE("what goes together is right, or refused by name") {
     for (const Column& column : kColumns) {
       if (!has_meaning(name, column)) continue;
       CAPTURE(column.name, name);
-      CHECK(complaint(column, name, alone(row, column.cut)) == "");
+      CHECK(complaint(column, name, alone(row, column.cut, column.shows_losses)) == "");
     }
   }
 }

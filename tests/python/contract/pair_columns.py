@@ -24,13 +24,16 @@ from torch.optim import SGD
 from trireme import pipelining, ps, remote
 from trireme.compression import Int8
 
-from contract.pair_manners import Seen
+from contract.pair_manners import FREEZING, Seen, freezing
 from contract.pair_rows import LR, Made, Place, Row, checkpoint_of_torch, nothing, started
 from contract.pair_runs import (
+    BATCH,
     CHUNKS,
     STEPS,
     Alone,
+    AloneJudged,
     Checkpointed,
+    Elastic,
     Horovod,
     Judged,
     Owned,
@@ -150,6 +153,30 @@ def staged(row: Row, place: Place, made: Made) -> Run:
     return Staged(row, place, made, model, schedule, optimizer, rank, world, together=True)
 
 
+def elastic(row: Row, place: Place, made: Made) -> Run:
+    layers: list[list[nn.Module]] = [[]]
+    for child in made.model.children():
+        if any(map(_has_parameters, layers[-1])) and _has_parameters(child):
+            layers.append([])
+        layers[-1].append(child)
+    optimizer = sgd(made, made.model)
+    net = trireme.PipeTransformer(
+        layers,
+        loss=made.loss,
+        optimizer=optimizer,
+        global_batch=BATCH,
+        chunks=CHUNKS,
+        freeze=FREEZING if row.manner is freezing else False,
+        costs=[1.0] * len(layers),
+    )
+    where = {"rank": dist.get_rank(), "world": dist.get_world_size()}
+    return Elastic(row, place, made, net, net, optimizer, **where, together=True)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
 # --- owners, workers, files, uneven inputs -------------------------------------------------------
 
 
@@ -256,6 +283,8 @@ class Column:
     train: Callable[[Run], Seen] = train
     checkpointed: bool = False
     divisor: int | None = None
+    alone: type[Alone] = Alone
+    """What one process does."""
 
     def drops(self, name: str) -> bool:
         """Whether no rank shows this, though one process does: ranks under Join have no loss of all
@@ -295,6 +324,7 @@ COLUMNS = {
             pushers=1,
         ),
         Column("pipelining", staged, chunked, None, pushers=1),
+        Column("PipeTransformer", elastic, chunked, None, pushers=1, alone=AloneJudged),
         Column("LocalSGD", in_rounds, keeps=own_part),
         Column("Horovod", under_horovod, keeps=own_part),
         Column("checkpoint", of_ranks(in_checkpoint), checkpointed=True),
@@ -346,7 +376,7 @@ def seen_alone(column: Column, row: Row, folder: str) -> Seen:
         net = Checkpointed(model, checkpoint_of_torch) if column.checkpointed else model
         keeps = column.keeps and partial(column.keeps, dist.get_rank())
         options = {"cut": column.cut, "keeps": keeps, "divisor": column.divisor}
-        run = Alone(row, place, made, model, net, sgd(made, model), **options)
+        run = column.alone(row, place, made, model, net, sgd(made, model), **options)
         return train(run)
 
 

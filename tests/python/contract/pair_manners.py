@@ -22,6 +22,9 @@ Manner = Callable[[Any, int], Seen]
 CALLS = 3  # that many at once
 
 
+FREEZING = {"alpha": 0.4}
+
+
 def plainly(run: Any, number: int) -> Seen:
     run.begin()
     loss = run.backward(number)
@@ -48,14 +51,11 @@ def scaling(run: Any, number: int) -> Seen:
 
 def freezing(run: Any, number: int) -> Seen:
     """Layers are frozen behind each step, by the gradients of that step."""
-    if number == 0:
-        run.freeze = trireme.Freeze(run.layered(), optimizer=run.optimizer, alpha=0.4)
     run.begin()
     loss = run.backward(number)
-    run.freeze.step()
+    run.measure()
     run.end()
-    run.freeze.advance()
-    seen = {"frozen": torch.tensor(run.freeze.history)}
+    seen = {"frozen": torch.tensor(run.advance())}
     return seen if loss is None else seen | {"loss": loss}
 
 

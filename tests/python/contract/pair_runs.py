@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 from trireme._core.owners import table_of
 
-from contract.pair_manners import Seen, new_scaler
+from contract.pair_manners import FREEZING, Seen, new_scaler
 from contract.pair_rows import LR, Made, Place, Row
 from harness.models import batch
 
@@ -160,6 +160,18 @@ class Run:
         """What a Freeze is made of: a net that wraps the model, or the model."""
         return self.net if isinstance(self.net, nn.Module) else self.model
 
+    def measure(self) -> None:
+        """Shows gradients to what freezes layers."""
+        if self.freeze is None:
+            self.freeze = trireme.Freeze(self.layered(), optimizer=self.optimizer, **FREEZING)
+        self.freeze.step()
+
+    def advance(self) -> list[int]:
+        """Freezes layers; returns how many are frozen, and were before."""
+        self.freeze.advance()
+        history: list[int] = self.freeze.history
+        return history
+
     def modules(self) -> list[nn.Module]:
         """Those that know whether they train."""
         return [self.model]
@@ -218,6 +230,14 @@ class Alone(Run):
             if parameter.grad is not None:
                 parameter.grad /= 1 if self.divisor else count
         return total / count
+
+
+class AloneJudged(Alone):
+    """Shows the loss of an evaluation, and no outputs."""
+
+    def evaluate(self, number: int) -> Tensor | None:
+        loss: Tensor = self.made.loss(super().evaluate(number), targets(number))
+        return loss
 
 
 @dataclass
@@ -293,6 +313,52 @@ class Piped(Run):
             if not self.together:
                 return self.net(inputs(number))
             return self.model.eval_step(inputs(number))
+
+
+@dataclass
+class Elastic(Run):
+    """A run of PipeTransformer: a step is all of it. Behind the first one it goes to replicas of
+    the whole model, and back to a pipeline."""
+
+    count: int = 0
+
+    def backward(self, number: int, scaler: Any = None) -> Tensor | None:
+        if scaler is not None and number == 0:
+            self.model.scale_losses(scaler)
+        with self.row.forward(self.place):
+            loss: Tensor = self.model.step(inputs(number), target=targets(number))
+        return loss
+
+    def measure(self) -> None:
+        """Each step does."""
+
+    def advance(self) -> list[int]:
+        self.model.end_epoch()
+        history: list[int] = self.model.freeze.history
+        return history
+
+    def end(self, scaler: Any = None) -> None:
+        self.made.after()
+        self.count += 1
+        if self.count > 1:
+            return
+        before, layers = self.model.plan, len(list(self.model.children()))
+        whole_on_each = {"ranks_per_pipeline": 1, "replicas": self.world, "balance": [layers]}
+        for plan in (trireme.ElasticPlan(**whole_on_each), before):
+            self.model.transform(plan)
+
+    def follow(self) -> None:
+        """Parameters were written in place."""
+
+    def evaluate(self, number: int) -> Tensor | None:
+        loss: Tensor = self.model.eval_step(inputs(number), targets(number))
+        return loss
+
+    def values(self) -> Seen:
+        """Those of layers that other ranks hold have no memory here."""
+        model = self.made.model
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+        return {name: whole(value) for name, value in named if trireme._C.has_memory(value)}
 
 
 @dataclass

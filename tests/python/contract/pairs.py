@@ -53,6 +53,7 @@ COLUMNS = {
     "Pipeline, ranks": "pipeline.md",
     "Pipeline, threads": "pipeline.md#in-one-process",
     "pipelining": "pipeline.md#torchs-names",
+    "PipeTransformer": "pipetransformer.md",
     "LocalSGD": "local_sgd.md",
     "Horovod": "horovod.md",
     "checkpoint": "activation_memory.md",
@@ -63,42 +64,42 @@ COLUMNS = {
 }
 
 GRID = """
-row                                            DD Z1 Z2 FS FG DC FC DP PR PT PS LS HV CK RO WK SV JN
-`ps.Embedding`, bsp                            +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-`ps.EmbeddingBag`, ssp                         +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-`ps.Embedding`, async                          +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-a layer whose parameters are a dense table     +  +  +  T1 T1 +  T1 +  +  +  +  Q1 +  +  T2 T3 +  +
-`remote.Module`                                +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-a remote function that calls it                +  +  +  +  C1 +  +  +  C1 +  C1 +  +  +  +  +  +  J1
-SyncBatchNorm                                  +  +  +  +  +  +  +  D2 P1 S1 P1 +  +  +  S2 +  +  J2
-BatchNorm                                      +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-a loss with parameters                         +  +  +  +  +  +  +  L1 +  +  L2 +  +  +  +  +  +  +
-a first layer that works in place              +  +  +  +  +  +  +  +  +  +  +  +  +  I1 +  +  +  +
-tied parameters                                +  +  +  +  +  +  +  +  +  +  P2 +  +  +  +  +  +  +
-frozen parameters                              +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-`Freeze`                                       +  +  +  +  +  +  +  +  +  +  R1 +  +  +  R2 +  +  J3
-`checkpoint()`                                 +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-`checkpoint(offload=)`                         +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-torch's `checkpoint`                           +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-`saved_tensors_hooks` around it                +  +  +  +  +  +  +  +  +  +  +  +  +  +  H1 +  +  +
-`save_on_cpu` around it                        +  +  +  +  +  +  +  +  +  +  +  +  +  +  H1 +  +  +
-autocast                                       +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-GradScaler                                     +  +  +  +  +  +  +  +  G1 G1 G2 +  +  +  G3 G4 +  +
-`no_sync`                                      +  +  +  +  +  +  +  N1 +  +  N1 N1 V1 +  N1 N1 +  +
-hooks of parameters                            +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-`get_extra_state`                              +  +  +  +  +  +  +  +  +  +  +  +  +  +  X1 +  X2 +
-`_save_to_state_dict` of its own               +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  X3 +
-complex parameters                             +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  W1 +  +
-tensors negated or conjugated lazily           +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-sparse gradients                               +  +  +  +  +  K1 K1 +  +  +  +  +  +  +  +  W2 +  +
-`torch.compile`                                +  +  +  +  +  +  +  D3 +  +  +  +  +  +  +  +  +  +
-`inference_mode`                               +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-several threads of the user's                  +  +  +  +  C1 +  +  +  C1 +  C1 +  +  +  +  +  +  C1
-DistributedDataParallel inside                 +  +  Z2 F2 F2 +  F2 D3 P4 P3 P4 Q2 V2 +  O1 +  +  +
-`load_state_dict` in `writing()`               +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-`load_state_dict(assign=True)` in `writing()`  A1 +  +  A1 A1 A1 A1 A1 A1 A1 A1 Q3 A1 A1 +  W3 A1 A1
-`to()` in `writing()`                          +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
-"""
+row                                            DD Z1 Z2 FS FG DC FC DP PR PT PS EL LS HV CK RO WK SV JN
+`ps.Embedding`, bsp                            +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+`ps.EmbeddingBag`, ssp                         +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+`ps.Embedding`, async                          +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+a layer whose parameters are a dense table     +  +  +  T1 T1 +  T1 +  +  +  +  E1 Q1 +  +  T2 T3 +  +
+`remote.Module`                                +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+a remote function that calls it                +  +  +  +  C1 +  +  +  C1 +  C1 C1 +  +  +  +  +  +  J1
+SyncBatchNorm                                  +  +  +  +  +  +  +  D2 P1 S1 P1 E2 +  +  +  S2 +  +  J2
+BatchNorm                                      +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+a loss with parameters                         +  +  +  +  +  +  +  L1 +  +  L2 E3 +  +  +  +  +  +  +
+a first layer that works in place              +  +  +  +  +  +  +  +  +  +  +  +  +  +  I1 +  +  +  +
+tied parameters                                +  +  +  +  +  +  +  +  +  +  P2 E4 +  +  +  +  +  +  +
+frozen parameters                              +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+`Freeze`                                       +  +  +  +  +  +  +  +  +  +  R1 +  +  +  +  R2 +  +  J3
+`checkpoint()`                                 +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+`checkpoint(offload=)`                         +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+torch's `checkpoint`                           +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+`saved_tensors_hooks` around it                +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  H1 +  +  +
+`save_on_cpu` around it                        +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  H1 +  +  +
+autocast                                       +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+GradScaler                                     +  +  +  +  +  +  +  +  G1 G1 G2 E0 +  +  +  G3 G4 +  +
+`no_sync`                                      +  +  +  +  +  +  +  N1 +  +  N1 E5 N1 V1 +  N1 N1 +  +
+hooks of parameters                            +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+`get_extra_state`                              +  +  +  +  +  +  +  +  +  +  +  E6 +  +  +  X1 +  X2 +
+`_save_to_state_dict` of its own               +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  X3 +
+complex parameters                             +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  W1 +  +
+tensors negated or conjugated lazily           +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+sparse gradients                               +  +  +  +  +  K1 K1 +  +  +  +  +  +  +  +  +  W2 +  +
+`torch.compile`                                +  +  +  +  +  +  +  D3 +  +  +  +  +  +  +  +  +  +  +
+`inference_mode`                               +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+several threads of the user's                  +  +  +  +  C1 +  +  +  C1 +  C1 C1 +  +  +  +  +  +  C1
+DistributedDataParallel inside                 +  +  Z2 F2 F2 +  F2 D3 P4 P3 P4 E7 Q2 V2 +  O1 +  +  +
+`load_state_dict` in `writing()`               +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +  +
+`load_state_dict(assign=True)` in `writing()`  A1 +  +  A1 A1 A1 A1 A1 A1 A1 A1 E8 Q3 A1 A1 +  W3 A1 A1
+`to()` in `writing()`                          +  +  +  +  +  +  +  +  +  +  +  E9 +  +  +  +  +  +  +
+"""  # noqa: E501
 
 CELLS: dict[str, Cell] = {
     "T1": Refused(
@@ -119,6 +120,40 @@ CELLS: dict[str, Cell] = {
     "C1": Right(
         "A forward needs all ranks there, so threads and callers take turns, in one order on all "
         "ranks."
+    ),
+    "E0": Right("`run.scale_losses(scaler)` in place of all calls of the scaler."),
+    "E1": Refused(
+        "[pipetransformer] got ... 0.weight', which a parameter server keeps",
+        "Give the run layers whose parameters its optimizer steps.",
+    ),
+    "E2": Refused(
+        "[pipetransformer] got a SyncBatchNorm at ... whose ranks change from plan to plan",
+        "Keep BatchNorm, whose statistics are those of a micro-batch.",
+    ),
+    "E3": Refused(
+        "[pipetransformer] got a loss with parameters",
+        "Put them into the last layer.",
+    ),
+    "E4": Refused(
+        "[pipetransformer] got ... expected no layer to share a tensor with another one",
+        "Put both into one layer, which is a list of modules.",
+    ),
+    "E5": NoPair("A step has its whole batch: `global_batch` says how large it is."),
+    "E6": Refused(
+        "[pipetransformer] got ... with a get_extra_state()",
+        "Keep it in buffers, which move with their layer.",
+    ),
+    "E7": Refused(
+        "[pipetransformer] got a DistributedDataParallel at '0.0'",
+        "Give the layer in it: a run averages over the replicas of its plan.",
+    ),
+    "E8": Refused(
+        "[pipetransformer] got assign=True",
+        "Load with `assign=False`.",
+    ),
+    "E9": Refused(
+        "[pipetransformer] got a run to move or cast",
+        "Move or cast the layers before the run is made.",
     ),
     "J1": NoPair("Steps that another rank asks for have no inputs that could run out."),
     "J3": Refused(
