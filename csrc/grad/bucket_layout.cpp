@@ -120,17 +120,20 @@ std::unique_ptr<Bucket> BucketLayout::make_bucket(const PlannedBucket& planned, 
   return std::make_unique<FlatBucket>(planned, parameters_, infos_, tail_numel, options_.own);
 }
 
+// Returns the present bucket of the first gradient of a planned one; null if it is in none.
+Bucket* BucketLayout::bucket_before(const PlannedBucket& planned) const {
+  if (planned.slots.empty()) return nullptr;
+  const BucketPlace place = places_[static_cast<size_t>(planned.slots.front().parameter)];
+  return place.is_planned() ? buckets_[static_cast<size_t>(place.bucket)].get() : nullptr;
+}
+
 Buckets BucketLayout::make_buckets(const BucketPlan& plan, int64_t tail_numel, bool scatters) {
   Buckets buckets;
   for (const PlannedBucket& planned : plan.buckets) {
     const bool is_last = &planned == &plan.buckets.back();
     buckets.push_back(make_bucket(planned, is_last ? tail_numel : 0, scatters));
-    const int32_t before =
-        planned.slots.empty()
-            ? -1
-            : places_[static_cast<size_t>(planned.slots.front().parameter)].bucket;
-    if (before >= 0 && buckets.back()->take_memory(*buckets_[static_cast<size_t>(before)]))
-      continue;
+    Bucket* before = bucket_before(planned);
+    if (before != nullptr && buckets.back()->take_memory(*before)) continue;
     for (size_t slot = 0; slot < planned.slots.size(); ++slot) {
       const auto index = static_cast<size_t>(planned.slots[slot].parameter);
       const int32_t earlier = places_[index].bucket;

@@ -121,6 +121,7 @@ class TRIREME_API BucketLayout {
   NumberedPlan plan_from(size_t first_number, const std::vector<int64_t>& parameters);
   std::unique_ptr<Bucket> make_bucket(const PlannedBucket& planned, int64_t tail_numel,
                                       bool scatters) const;
+  Bucket* bucket_before(const PlannedBucket& planned) const;
   Buckets make_buckets(const BucketPlan& plan, int64_t tail_numel, bool scatters);
   std::vector<BucketPlace> places_in(const BucketPlan& plan) const;
   // Under the other placements some ranks own all of a gradient, and runs would be mostly padding.

@@ -107,9 +107,9 @@ def check_layers(
 
     seen: dict[int, str] = {}
     of_layers: set[int] = set()
-    for name, module in nn.ModuleDict(dict(layers)).named_modules():
-        refuse_module(name, module, refuse)
     for layer, module in layers.items():
+        for name, inner in module.named_modules(prefix=layer):
+            refuse_module(name, inner, refuse)
         own: set[int] = set()
         for name, tensor in [*module.named_parameters(layer), *module.named_buffers(layer)]:
             if hasattr(tensor, "placements"):
