@@ -12,6 +12,11 @@
 #include <unistd.h>
 
 namespace trireme {
+namespace {
+
+constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, which older headers lack
+
+}  // namespace
 
 at::Tensor lazy_zeros(int64_t numel, at::ScalarType dtype, c10::Device device) {
   const auto options = at::TensorOptions().dtype(dtype).device(device);
@@ -46,16 +51,14 @@ void make_zero(const at::Tensor& lazy, int64_t begin, int64_t numel) {
   std::memset(data + head + whole, 0, static_cast<size_t>(bytes - head - whole));
 }
 
-void bring_pages([[maybe_unused]] const at::Tensor& tensor) {
-#ifdef MADV_POPULATE_WRITE
+void bring_pages(const at::Tensor& tensor) {
   if (!tensor.is_cpu() || !tensor.has_storage() || tensor.storage().nbytes() == 0) return;
   const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
   const auto first = reinterpret_cast<uintptr_t>(tensor.storage().data());
   const uintptr_t begin = first / page * page;
   // Pages that do not come now come when they are touched.
   ::madvise(reinterpret_cast<void*>(begin), first + tensor.storage().nbytes() - begin,
-            MADV_POPULATE_WRITE);
-#endif
+            kPopulateWrite);
 }
 
 at::Tensor range_of(const at::Tensor& buffer, at::IntArrayRef sizes, at::IntArrayRef strides,

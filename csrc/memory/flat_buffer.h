@@ -18,9 +18,9 @@ TRIREME_API at::Tensor lazy_zeros(int64_t numel, at::ScalarType dtype, c10::Devi
 // Makes elements [begin, begin + numel) of such a tensor zeros again, and gives their pages back.
 TRIREME_API void make_zero(const at::Tensor& lazy, int64_t begin, int64_t numel);
 
-// Has the system back the whole storage of a tensor on CPU by pages at once, which takes a part of
-// what they take one by one, as they are touched. Values stay as they are. Does nothing elsewhere,
-// or where the system cannot (Linux before 5.14).
+// Backs the whole storage of a tensor on CPU by pages at once, which takes a part of what they take
+// one by one, as they are touched. Values stay as they are. Does nothing elsewhere, or where the
+// system cannot (Linux before 5.14).
 TRIREME_API void bring_pages(const at::Tensor& tensor);
 
 // Makes a tensor over a part of a dense tensor's storage, `offset` elements from its begin, which
