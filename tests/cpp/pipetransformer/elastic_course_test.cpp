@@ -5,7 +5,6 @@
 #include <ATen/ATen.h>
 
 #include <catch_torch.h>
-#include <functional>
 #include <memory>
 #include <pipetransformer/wrong.h>
 #include <string>
@@ -26,15 +25,6 @@ ElasticOptions options_of(int64_t layers) {
   options.global_batch = 32;
   options.chunks = 8;
   return options;
-}
-
-std::string text_of_error(const std::function<void()>& work) {
-  try {
-    work();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "";
 }
 
 }  // namespace

@@ -114,15 +114,6 @@ Numbers frozen_by_epoch() {
   return frozen;
 }
 
-std::string text_of_error(const std::function<void()>& work) {
-  try {
-    work();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "";
-}
-
 PipeTransformerOptions options_of() {
   PipeTransformerOptions options;
   options.global_batch = kRows;

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <exception>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -25,5 +27,15 @@ class Wrong {
   std::mutex mutex_;
   std::vector<std::string> found_;
 };
+
+// Returns the text of what `work` throws; an empty one if it throws nothing.
+inline std::string text_of_error(const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
 
 }  // namespace trireme::test
