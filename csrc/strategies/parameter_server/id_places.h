@@ -2,6 +2,8 @@
 
 #include <trireme/common/export.h>
 
+#include <c10/util/ArrayRef.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -19,7 +21,7 @@ inline uint64_t hash_of(int64_t id) {
 // Numbers ids in the order of their first occurrence. Keeps its memory between uses.
 class TRIREME_API IdPlaces {
  public:
-  // Forgets all ids, and makes room for `most` ids.
+  // Forgets all ids, and makes room for `most` ids; more must not come.
   void begin(int64_t most);
   // Returns the place of an id; `is_new` says whether it is new, and its place then size() - 1.
   int64_t place_of(int64_t id, bool& is_new) {
@@ -30,15 +32,17 @@ class TRIREME_API IdPlaces {
       if (ids_[static_cast<size_t>(place)] == id) return place;
     }
     is_new = true;
-    ids_.push_back(id);
-    places_[slot] = size();
-    return size() - 1;
+    ids_[static_cast<size_t>(count_)] = id;
+    places_[slot] = ++count_;
+    return count_ - 1;
   }
-  int64_t size() const { return static_cast<int64_t>(ids_.size()); }
-  const std::vector<int64_t>& ids() const { return ids_; }
+  int64_t size() const { return count_; }
+  // Holds until the next begin().
+  c10::IntArrayRef ids() const { return {ids_.data(), static_cast<size_t>(count_)}; }
 
  private:
-  std::vector<int64_t> ids_;
+  std::vector<int64_t> ids_;     // room for `most` at least, of which the first `count_` are known
+  int64_t count_ = 0;
   std::vector<int64_t> places_;  // place + 1 by slot; 0: empty
   size_t mask_ = 0;
 };

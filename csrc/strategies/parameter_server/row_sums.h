@@ -17,7 +17,7 @@ class TRIREME_API RowSums {
   // `dim`: elements of a row. `computed`: the dtype of sums, fp32, or fp64 for fp64.
   RowSums(int64_t dim, at::ScalarType computed) : dim_(dim), computed_(computed) {}
 
-  // Forgets all rows, and makes room for `most` ids.
+  // Forgets all rows, and makes room for `most` ids; more must not come.
   void begin(int64_t most);
   // Adds a row to the sum of its id, and returns the id's place.
   int64_t add(int64_t id, ConstSpan row);
@@ -25,7 +25,7 @@ class TRIREME_API RowSums {
   Span own(int64_t place);
 
   int64_t size() const { return places_.size(); }
-  const std::vector<int64_t>& ids() const { return places_.ids(); }
+  c10::IntArrayRef ids() const { return places_.ids(); }
   int64_t id(int64_t place) const { return places_.ids()[static_cast<size_t>(place)]; }
   // Returns the sum of an id; ids are numbered in the order of first occurrence.
   ConstSpan row(int64_t place) const;
