@@ -32,8 +32,8 @@ struct CheckpointOptions {
   bool early_stop = true;             // a recomputation ends with the last tensor needed
   bool check_determinism = true;      // compares shape, dtype, device of saved tensors
   std::string name = "the function";  // for messages
-  std::optional<ActivationOffload> offload;         // recomputes nothing
-  c10::intrusive_ptr<TensorPacker> partition = {};  // by ranks that share inputs: partition.h
+  std::optional<ActivationOffload> offload;              // recomputes nothing
+  c10::intrusive_ptr<SavedTensorPacker> partition = {};  // by ranks that share inputs: partition.h
 };
 
 // A C++ function and its inputs, kept for the recomputation.

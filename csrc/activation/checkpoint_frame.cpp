@@ -56,7 +56,7 @@ class FrameLock {
 };
 
 // A saved tensor kept as it is.
-class PlainTensor : public PackedTensor {
+class PlainTensor : public PackedSavedTensor {
  public:
   explicit PlainTensor(at::Tensor tensor) : tensor_(std::move(tensor)) {}
   at::Tensor unpack() override { return tensor_; }
@@ -66,25 +66,28 @@ class PlainTensor : public PackedTensor {
 };
 
 // A packer that returns a tensor packed beforehand.
-class PackedBefore : public TensorPacker {
+class PackedBefore : public SavedTensorPacker {
  public:
-  explicit PackedBefore(c10::intrusive_ptr<PackedTensor> packed) : packed_(std::move(packed)) {}
-  c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& /*tensor*/) override { return packed_; }
+  explicit PackedBefore(c10::intrusive_ptr<PackedSavedTensor> packed)
+      : packed_(std::move(packed)) {}
+  c10::intrusive_ptr<PackedSavedTensor> pack(const at::Tensor& /*tensor*/) override {
+    return packed_;
+  }
   bool is_ordered() const override { return true; }
 
  private:
-  c10::intrusive_ptr<PackedTensor> packed_;
+  c10::intrusive_ptr<PackedSavedTensor> packed_;
 };
 
 }  // namespace
 
 // A packer that assigns the tensors a recomputation saves to their places.
-class CheckpointFrame::RecomputationPacker : public TensorPacker {
+class CheckpointFrame::RecomputationPacker : public SavedTensorPacker {
  public:
   RecomputationPacker(c10::intrusive_ptr<CheckpointFrame> frame, int64_t task)
       : frame_(std::move(frame)), task_(task) {}
 
-  c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& tensor) override {
+  c10::intrusive_ptr<PackedSavedTensor> pack(const at::Tensor& tensor) override {
     if (!watch_ && frame_->stops_soon(frame_->recomputation_of(task_).saved)) watch_.emplace();
     return frame_->pack_again(task_, tensor);
   }
@@ -151,7 +154,7 @@ CheckpointFrame::CheckpointFrame(std::unique_ptr<CheckpointedCall> call,
     : call_(std::move(call)),
       early_stop_(options.early_stop),
       compares_metadata_(options.compares_metadata) {
-  std::vector<c10::intrusive_ptr<PackedTensor>> packed(inputs.size());
+  std::vector<c10::intrusive_ptr<PackedSavedTensor>> packed(inputs.size());
   if (options.inputs) {
     packed = options.inputs->pack_inputs(inputs, call_->name());
   }
@@ -166,7 +169,7 @@ CheckpointFrame::CheckpointFrame(std::unique_ptr<CheckpointedCall> call,
   }
 }
 
-c10::intrusive_ptr<PackedTensor> CheckpointFrame::pack(const at::Tensor& tensor) {
+c10::intrusive_ptr<PackedSavedTensor> CheckpointFrame::pack(const at::Tensor& tensor) {
   const FrameLock lock(mutex_);
   auto self = c10::intrusive_ptr<CheckpointFrame>::reclaim_copy(this);
   auto place = c10::make_intrusive<SavedPlace>(std::move(self), places_.size());
@@ -177,7 +180,8 @@ c10::intrusive_ptr<PackedTensor> CheckpointFrame::pack(const at::Tensor& tensor)
   return place;
 }
 
-c10::intrusive_ptr<PackedTensor> CheckpointFrame::pack_again(int64_t id, const at::Tensor& tensor) {
+c10::intrusive_ptr<PackedSavedTensor> CheckpointFrame::pack_again(int64_t id,
+                                                                  const at::Tensor& tensor) {
   const at::Tensor detached = tensor.requires_grad() ? tensor.detach() : tensor;
   Task& task = recomputation_of(id);
   const size_t number = task.saved++;

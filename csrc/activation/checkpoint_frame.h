@@ -53,7 +53,7 @@ namespace trireme {
 class CheckpointFrame;
 
 // The graph's placeholder for a tensor that is recomputed. Thread-safe.
-class TRIREME_API SavedPlace : public PackedTensor {
+class TRIREME_API SavedPlace : public PackedSavedTensor {
  public:
   SavedPlace(c10::intrusive_ptr<CheckpointFrame> frame, size_t number);
   ~SavedPlace() override;
@@ -106,12 +106,12 @@ class TRIREME_API CheckpointedCall {
 };
 
 // One use of checkpoint().
-class TRIREME_API CheckpointFrame : public TensorPacker {
+class TRIREME_API CheckpointFrame : public SavedTensorPacker {
  public:
   struct Options {
     bool early_stop = true;
-    bool compares_metadata = true;              // shape, dtype and device of what is saved
-    c10::intrusive_ptr<TensorPacker> inputs{};  // packs the inputs; null: they are kept
+    bool compares_metadata = true;                   // shape, dtype and device of what is saved
+    c10::intrusive_ptr<SavedTensorPacker> inputs{};  // packs the inputs; null: they are kept
   };
 
   // `inputs` are saved as autograd saves tensors, or packed as the options say. Throws what the
@@ -120,7 +120,7 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
                   const Options& options);
 
   // Packs what the forward saves.
-  c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& tensor) override;
+  c10::intrusive_ptr<PackedSavedTensor> pack(const at::Tensor& tensor) override;
 
   bool is_checkpoint() const override { return true; }
   bool is_ordered() const override { return true; }
@@ -179,7 +179,7 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
 
   // Takes a tensor that the recomputation for `task` saves, and returns what that recomputation's
   // graph holds for it; null if no further tensor is needed.
-  c10::intrusive_ptr<PackedTensor> pack_again(int64_t task, const at::Tensor& tensor);
+  c10::intrusive_ptr<PackedSavedTensor> pack_again(int64_t task, const at::Tensor& tensor);
   // Returns whether an operator that begins after `saved` tensors may save the last one.
   bool stops_soon(size_t saved) const;
   at::Tensor take_tensor(SavedPlace& place);

@@ -30,7 +30,7 @@ class TRIREME_API SavedVersion {
 };
 
 // A saved tensor kept as autograd keeps it; unpack() throws if it was changed in place since.
-class TRIREME_API KeptTensor : public PackedTensor {
+class TRIREME_API KeptTensor : public PackedSavedTensor {
  public:
   // A leaf is kept itself, as in autograd, and so follows assignments to its `.data`. Other tensors
   // are detached: one might be the output of the node that keeps it.

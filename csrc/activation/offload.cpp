@@ -305,7 +305,7 @@ void OffloadUse::come_ahead() {
   }
 }
 
-class OffloadedTensor : public PackedTensor {
+class OffloadedTensor : public PackedSavedTensor {
  public:
   OffloadedTensor(const at::Tensor& tensor, std::shared_ptr<OffloadUse> use, RangePointer range)
       : use_(std::move(use)),
@@ -340,7 +340,7 @@ class OffloadedTensor : public PackedTensor {
 };
 
 // A tensor kept as it is until its operator has written it, then offloaded. Thread-safe.
-class UnfinishedTensor : public PackedTensor {
+class UnfinishedTensor : public PackedSavedTensor {
  public:
   explicit UnfinishedTensor(const at::Tensor& tensor)
       : written_(tensor.detach()),
@@ -359,7 +359,7 @@ class UnfinishedTensor : public PackedTensor {
   }
 
   at::Tensor unpack() override {
-    c10::intrusive_ptr<PackedTensor> packed;
+    c10::intrusive_ptr<PackedSavedTensor> packed;
     {
       const std::lock_guard lock(mutex_);
       packed = packed_;
@@ -371,15 +371,15 @@ class UnfinishedTensor : public PackedTensor {
   at::Tensor written_;
   SavedVersion version_;
   std::mutex mutex_;
-  c10::intrusive_ptr<PackedTensor> packed_;
+  c10::intrusive_ptr<PackedSavedTensor> packed_;
 };
 
-class OffloadPacker : public TensorPacker {
+class OffloadPacker : public SavedTensorPacker {
  public:
   explicit OffloadPacker(std::string folder)
       : use_(std::make_shared<OffloadUse>(std::move(folder))) {}
 
-  c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& tensor) override {
+  c10::intrusive_ptr<PackedSavedTensor> pack(const at::Tensor& tensor) override {
     if (may_write_what_it_saves()) {
       if (is_parameter(tensor)) return c10::make_intrusive<KeptTensor>(tensor);
       const std::lock_guard lock(mutex_);
@@ -426,7 +426,7 @@ class OffloadPacker : public TensorPacker {
 
 }  // namespace
 
-c10::intrusive_ptr<TensorPacker> make_offload_packer(const ActivationOffload& offload) {
+c10::intrusive_ptr<SavedTensorPacker> make_offload_packer(const ActivationOffload& offload) {
   std::error_code ignored;
   TORCH_CHECK_VALUE(
       offload.folder.empty() || std::filesystem::is_directory(offload.folder, ignored),

@@ -44,7 +44,8 @@ constexpr int64_t kLeastOffloadedBytes = 64 << 10;
 
 // Makes the packer that offloads one use of checkpoint(). Throws ValueError if the folder does not
 // exist. It throws c10::Error, out of the operator that saves a tensor, if there is no room.
-TRIREME_API c10::intrusive_ptr<TensorPacker> make_offload_packer(const ActivationOffload& offload);
+TRIREME_API c10::intrusive_ptr<SavedTensorPacker> make_offload_packer(
+    const ActivationOffload& offload);
 
 // The bytes that this process has offloaded.
 struct OffloadedBytes {

@@ -29,7 +29,7 @@ namespace trireme {
 namespace {
 
 using TensorList = std::vector<at::Tensor>;
-using PackedList = std::vector<c10::intrusive_ptr<PackedTensor>>;
+using PackedList = std::vector<c10::intrusive_ptr<PackedSavedTensor>>;
 
 // The operation for which a rank meets the others; the ranks compare it.
 enum Phase : int64_t { kPacks = 1, kCompares = 2, kGathers = 3, kDiffers = 4 };
@@ -155,7 +155,7 @@ class PartitionGroup : public std::enable_shared_from_this<PartitionGroup> {
   // The packing of a tensor that may come again: a mask, say, that every block gets.
   struct Packed {
     c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor;
-    c10::weak_intrusive_ptr<PackedTensor> packed;
+    c10::weak_intrusive_ptr<PackedSavedTensor> packed;
     uint64_t number;  // ranks agree about it
   };
 
@@ -371,7 +371,7 @@ void PartitionGroup::remember(const Batch& batch) {
     }
     remembered_.push_back({c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(
                                input.getIntrusivePtr()),
-                           c10::weak_intrusive_ptr<PackedTensor>(batch.packed[i]),
+                           c10::weak_intrusive_ptr<PackedSavedTensor>(batch.packed[i]),
                            mixed(static_cast<uint64_t>(number_), i + 1)});
   }
 }
@@ -451,7 +451,7 @@ class GroupPacker final : public PartitionPacker {
   PackedList pack_inputs(const TensorList& inputs, const std::string& function) override {
     return group_->pack(inputs, function);
   }
-  c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& /*tensor*/) override {
+  c10::intrusive_ptr<PackedSavedTensor> pack(const at::Tensor& /*tensor*/) override {
     C10_THROW_ERROR(NotImplementedError,
                     error_text("checkpoint", "got a packer of partition= for one tensor", {},
                                "Give it to a checkpoint, as CheckpointOptions::partition."));

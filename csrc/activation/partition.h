@@ -43,7 +43,7 @@ struct PartitionMemory {
 };
 
 // The packer of checkpoints' inputs: see the note. One thread at a time, all ranks in one order.
-class TRIREME_API PartitionPacker : public TensorPacker {
+class TRIREME_API PartitionPacker : public SavedTensorPacker {
  public:
   virtual PartitionMemory memory() const = 0;
 };

@@ -49,7 +49,7 @@ struct InputOrigin {
 
 // A checkpoint's input that ranks keep together. A derived class holds its values. The packer
 // remembers it by a weak pointer, which keeps the object but not its values.
-class PartitionedInput : public PackedTensor {
+class PartitionedInput : public PackedSavedTensor {
  public:
   PartitionedInput(const at::Tensor& input, InputOrigin origin, RankOf where,
                    std::shared_ptr<KeptBytes> kept);

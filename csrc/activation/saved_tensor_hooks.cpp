@@ -16,11 +16,12 @@
 namespace trireme {
 namespace {
 
-thread_local std::vector<c10::intrusive_ptr<TensorPacker>> packers;
+thread_local std::vector<c10::intrusive_ptr<SavedTensorPacker>> packers;
 
 class PackingHooks : public torch::autograd::SavedVariableHooks {
  public:
-  explicit PackingHooks(c10::intrusive_ptr<TensorPacker> packer) : packer_(std::move(packer)) {}
+  explicit PackingHooks(c10::intrusive_ptr<SavedTensorPacker> packer)
+      : packer_(std::move(packer)) {}
 
   void call_pack_hook(const at::Tensor& tensor) override {
     packed_ = packer_->pack(tensor);
@@ -33,8 +34,8 @@ class PackingHooks : public torch::autograd::SavedVariableHooks {
   at::Tensor call_unpack_hook() override { return packed_->unpack(); }
 
  private:
-  c10::intrusive_ptr<TensorPacker> packer_;
-  c10::intrusive_ptr<PackedTensor> packed_;
+  c10::intrusive_ptr<SavedTensorPacker> packer_;
+  c10::intrusive_ptr<PackedSavedTensor> packed_;
 };
 
 // An engine whose default hooks are the top of the stack of packers; torch's C++ engine has none.
@@ -65,7 +66,7 @@ class PackingEngine : public torch::autograd::Engine {
 
 class CppHooks : public SavedTensorHooks {
  public:
-  void push(c10::intrusive_ptr<TensorPacker> packer) override {
+  void push(c10::intrusive_ptr<SavedTensorPacker> packer) override {
     static const bool is_installed = install();
     static_cast<void>(is_installed);
     packers.push_back(std::move(packer));
@@ -97,9 +98,9 @@ std::atomic<SavedTensorHooks*> registered{nullptr};
 
 }  // namespace
 
-std::vector<c10::intrusive_ptr<PackedTensor>> TensorPacker::pack_inputs(
+std::vector<c10::intrusive_ptr<PackedSavedTensor>> SavedTensorPacker::pack_inputs(
     const std::vector<at::Tensor>& inputs, const std::string& /*function*/) {
-  std::vector<c10::intrusive_ptr<PackedTensor>> packed(inputs.size());
+  std::vector<c10::intrusive_ptr<PackedSavedTensor>> packed(inputs.size());
   for (size_t i = 0; i < inputs.size(); ++i)
     if (inputs[i].defined()) packed[i] = pack(inputs[i]);
   return packed;
@@ -132,7 +133,8 @@ void SavedTensorHooks::use(SavedTensorHooks& hooks) {
   carry_to_workers([] { return get().carried(); });
 }
 
-PackerGuard::PackerGuard(c10::intrusive_ptr<TensorPacker> packer) : packer_(std::move(packer)) {
+PackerGuard::PackerGuard(c10::intrusive_ptr<SavedTensorPacker> packer)
+    : packer_(std::move(packer)) {
   SavedTensorHooks::get().push(packer_);
   if (packer_->watches_operators()) watch_.emplace();
 }

@@ -20,7 +20,7 @@ namespace trireme {
 
 // The graph's stand-in for a tensor that autograd saves. It dies with its part of the graph.
 // unpack() may be called from any thread, and more than once.
-class TRIREME_API PackedTensor : public c10::intrusive_ptr_target {
+class TRIREME_API PackedSavedTensor : public c10::intrusive_ptr_target {
  public:
   virtual at::Tensor unpack() = 0;
 };
@@ -30,15 +30,15 @@ class TRIREME_API PackedTensor : public c10::intrusive_ptr_target {
 struct TRIREME_API StopRecomputation{};
 
 // Decides what the graph holds in place of the tensors that autograd saves.
-class TRIREME_API TensorPacker : public c10::intrusive_ptr_target {
+class TRIREME_API SavedTensorPacker : public c10::intrusive_ptr_target {
  public:
   // Packs a tensor. An exception passes out of the operator that saves the tensor. A null result
   // ends the function that runs under this packer: StopRecomputation passes out of the operator.
-  virtual c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& tensor) = 0;
+  virtual c10::intrusive_ptr<PackedSavedTensor> pack(const at::Tensor& tensor) = 0;
 
   // Packs the inputs of one checkpoint; `function` names it in messages. Null stands for an input
   // that autograd keeps as it is. By default each is packed by itself.
-  virtual std::vector<c10::intrusive_ptr<PackedTensor>> pack_inputs(
+  virtual std::vector<c10::intrusive_ptr<PackedSavedTensor>> pack_inputs(
       const std::vector<at::Tensor>& inputs, const std::string& function);
 
   // Returns whether tensors are dropped and recomputed: torch's selective policies ask.
@@ -62,7 +62,7 @@ class TRIREME_API SavedTensorHooks {
 
   // Sends the tensors that this thread saves to `packer`, until this thread calls pop(). Hooks
   // pushed before see none meanwhile.
-  virtual void push(c10::intrusive_ptr<TensorPacker> packer) = 0;
+  virtual void push(c10::intrusive_ptr<SavedTensorPacker> packer) = 0;
   virtual void pop() = 0;
 
   // Returns a function that gives another thread this thread's hooks for as long as its result
@@ -93,13 +93,13 @@ class TRIREME_API SavedTensorHooks {
 // A scope, on one thread, in which a packer is pushed.
 class TRIREME_API PackerGuard {
  public:
-  explicit PackerGuard(c10::intrusive_ptr<TensorPacker> packer);
+  explicit PackerGuard(c10::intrusive_ptr<SavedTensorPacker> packer);
   ~PackerGuard();
   PackerGuard(const PackerGuard&) = delete;
   PackerGuard& operator=(const PackerGuard&) = delete;
 
  private:
-  c10::intrusive_ptr<TensorPacker> packer_;
+  c10::intrusive_ptr<SavedTensorPacker> packer_;
   std::optional<OperatorWatch> watch_;
 };
 

@@ -32,7 +32,7 @@ py::object call(const py::object& function, const py::tuple& arguments, const py
 py::object checkpoint(const py::object& forward, const py::object& again,
                       const py::tuple& arguments, const py::dict& keywords, bool with_random,
                       bool early_stop, bool compares_metadata,
-                      c10::intrusive_ptr<TensorPacker> inputs, const py::object& explain) {
+                      c10::intrusive_ptr<SavedTensorPacker> inputs, const py::object& explain) {
   if (!at::GradMode::is_enabled()) return call(forward, arguments, keywords);
   auto kept = std::make_unique<KeptCall>(again, arguments, keywords, explain, with_random);
   const std::vector<at::Tensor> tensors = kept->take_tensors();
@@ -48,13 +48,13 @@ py::object checkpoint(const py::object& forward, const py::object& again,
 }
 
 // Calls a function whose saved tensors go to `packer`.
-py::object run_with_packer(c10::intrusive_ptr<TensorPacker> packer, const py::object& function,
+py::object run_with_packer(c10::intrusive_ptr<SavedTensorPacker> packer, const py::object& function,
                            const py::tuple& arguments, const py::dict& keywords) {
   const PackerGuard guard(std::move(packer));
   return call(function, arguments, keywords);
 }
 
-c10::intrusive_ptr<TensorPacker> make_packer(const std::string& folder) {
+c10::intrusive_ptr<SavedTensorPacker> make_packer(const std::string& folder) {
   return make_offload_packer({folder});
 }
 
@@ -76,7 +76,7 @@ py::tuple as_tuple(const CheckpointPlan& plan) {
 
 void init_activation(py::module_& module) {
   use_python_hooks(module);
-  py::class_<TensorPacker, c10::intrusive_ptr<TensorPacker>>(module, "TensorPacker");
+  py::class_<SavedTensorPacker, c10::intrusive_ptr<SavedTensorPacker>>(module, "SavedTensorPacker");
   bind_activation_cache(module);
   bind_partition(module);
   module.def("checkpoint", torch::wrap_pybind_function(&checkpoint), py::arg("forward"),

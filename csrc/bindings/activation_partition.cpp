@@ -27,9 +27,10 @@ class WithoutInterpreter {
   std::optional<py::gil_scoped_release> released_;
 };
 
-class PackedForPython final : public PackedTensor {
+class PackedForPython final : public PackedSavedTensor {
  public:
-  explicit PackedForPython(c10::intrusive_ptr<PackedTensor> inner) : inner_(std::move(inner)) {}
+  explicit PackedForPython(c10::intrusive_ptr<PackedSavedTensor> inner)
+      : inner_(std::move(inner)) {}
   ~PackedForPython() override {
     const WithoutInterpreter without;
     inner_.reset();
@@ -41,7 +42,7 @@ class PackedForPython final : public PackedTensor {
   }
 
  private:
-  c10::intrusive_ptr<PackedTensor> inner_;
+  c10::intrusive_ptr<PackedSavedTensor> inner_;
 };
 
 class PartitionPackerForPython final : public PartitionPacker {
@@ -53,13 +54,13 @@ class PartitionPackerForPython final : public PartitionPacker {
     inner_.reset();
   }
 
-  c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& tensor) override {
+  c10::intrusive_ptr<PackedSavedTensor> pack(const at::Tensor& tensor) override {
     return inner_->pack(tensor);
   }
 
   // Throws exceptions that Python sees as torch's.
-  std::vector<c10::intrusive_ptr<PackedTensor>> pack_inputs(const std::vector<at::Tensor>& inputs,
-                                                            const std::string& function) override {
+  std::vector<c10::intrusive_ptr<PackedSavedTensor>> pack_inputs(
+      const std::vector<at::Tensor>& inputs, const std::string& function) override {
     HANDLE_TH_ERRORS
     const WithoutInterpreter without;
     auto packed = inner_->pack_inputs(inputs, function);
@@ -91,8 +92,8 @@ void bind_partition(py::module_& module) {
       .def_readonly("shared", &PartitionMemory::shared)
       .def_readonly("slices", &PartitionMemory::slices)
       .def_readonly("host", &PartitionMemory::host);
-  py::class_<PartitionPacker, TensorPacker, c10::intrusive_ptr<PartitionPacker>>(module,
-                                                                                 "PartitionPacker")
+  py::class_<PartitionPacker, SavedTensorPacker, c10::intrusive_ptr<PartitionPacker>>(
+      module, "PartitionPacker")
       .def_property_readonly("memory", &PartitionPacker::memory);
   module.def("make_partition_packer", torch::wrap_pybind_function_no_gil(&make),
              py::arg("communicator"), "See csrc/activation/partition.h.");

@@ -103,7 +103,7 @@ struct Places final : ModuleFace {
   }
 
   // Returns whether modules hold the sharded parameters, and these the group's shards.
-  bool are_settled(const ParamGroup& group) const {
+  bool are_in_place(const ParamGroup& group) const {
     if (group.is_shown()) return true;
     for (const Place& place : places) {
       const py::object parameters = parameters_of(place);
@@ -308,7 +308,7 @@ void init_param_group(py::module_& module) {
       .def("set_places", &set_places, py::arg("places"), py::arg("sharded"), py::arg("leaves"),
            py::arg("unsharded"))
       .def_property_readonly(
-          "is_settled", [](const Group& self) { return self.places->are_settled(*self.group); })
+          "is_in_place", [](const Group& self) { return self.places->are_in_place(*self.group); })
       .def("take_given_data",
            [](const Group& self) { return self.places->take_given_data(*self.group); })
       .def_property_readonly("is_shown", [](const Group& self) { return self.group->is_shown(); })
@@ -357,10 +357,10 @@ void set_prefetch(Fsdp& fsdp, const std::shared_ptr<PyParamGroup>& group,
   (fsdp.prefetch().*Set)(*group->group, held);
 }
 
-void hand_out_gradients(Fsdp& fsdp, py::function callback) {
+void set_gradient_callback(Fsdp& fsdp, py::function callback) {
   const auto shared = shared_function(std::move(callback));
   const py::gil_scoped_release no_gil;
-  fsdp.hand_out_gradients(
+  fsdp.set_gradient_callback(
       [shared](const std::vector<int64_t>& parameters, const std::vector<at::Tensor>& parts) {
         const py::gil_scoped_acquire gil;
         (*shared)(parameters, parts);
@@ -448,7 +448,7 @@ void init_fsdp(py::module_& module) {
            py::arg("manual"))
       .def("finalize_backward", wrap_pybind_function_no_gil(&Fsdp::finalize_backward))
       .def("reset", wrap_pybind_function_no_gil(&Fsdp::reset))
-      .def("hand_out_gradients", &hand_out_gradients, py::arg("callback"))
+      .def("set_gradient_callback", &set_gradient_callback, py::arg("callback"))
       .def("wait_for_gradients", wrap_pybind_function_no_gil(&Fsdp::wait_for_gradients))
       .def(
           "set_divisor", [](Fsdp& fsdp, double divisor) { fsdp.reducers().set_divisor(divisor); },

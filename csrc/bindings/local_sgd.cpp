@@ -116,7 +116,8 @@ void init_local_sgd(py::module_& module) {
           "abandon", [](Rounds& rounds, const std::string& reason) { rounds.abandon(reason); },
           py::arg("reason"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("worker", [](const Rounds& rounds) { return rounds.workers().rank(); })
-      .def("settle", wrap_pybind_function_no_gil([](Rounds& rounds) { rounds.settle(); }))
+      .def("wait_for_fragment",
+           wrap_pybind_function_no_gil([](Rounds& rounds) { rounds.wait_for_fragment(); }))
       .def("has_anchors", &Rounds::has_anchors)
       .def("take_anchors", wrap_pybind_function_no_gil(&Rounds::take_anchors))
       .def("restart",

@@ -46,12 +46,12 @@ void init_named_order(py::module_& module) {
   py::class_<NamedOrder, std::shared_ptr<NamedOrder>>(module, "NamedOrder")
       .def(py::init([](const std::shared_ptr<Communicator>& communicator,
                        std::chrono::milliseconds report_after,
-                       std::chrono::milliseconds give_up_after) {
+                       std::chrono::milliseconds fail_after) {
              const py::gil_scoped_release released;
              return std::make_shared<NamedOrder>(communicator,
-                                                 NamedOrderOptions{report_after, give_up_after});
+                                                 NamedOrderOptions{report_after, fail_after});
            }),
-           py::arg("communicator"), py::arg("report_after"), py::arg("give_up_after"))
+           py::arg("communicator"), py::arg("report_after"), py::arg("fail_after"))
       .def("announce", wrap_pybind_function_no_gil(&NamedOrder::announce), py::arg("operation"))
       .def("define_set", &NamedOrder::define_set, py::arg("set"), py::arg("ranks"),
            py::call_guard<py::gil_scoped_release>())

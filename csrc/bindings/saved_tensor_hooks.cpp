@@ -34,13 +34,14 @@ namespace py = pybind11;
 // [Note: saved tensors without Python code]
 //
 // Torch's hooks for saved tensors are two callables of Python. Here both are written in C: pack is
-// an object of the type PackHook, which holds a packer and returns a capsule with its PackedTensor;
-// unpack is a function that takes such a capsule. So a saved tensor costs two calls of C functions.
+// an object of the type PackHook, which holds a packer and returns a capsule with its
+// PackedSavedTensor; unpack is a function that takes such a capsule. So a saved tensor costs two
+// calls of C functions.
 //
 // Torch's selective policies ask the hooks on top of the stack whether they are a checkpoint's
 // (`_checkpoint_internal`), and if so which user hooks are below (`_user_hooks`).
 
-constexpr const char* kPacked = "trireme.PackedTensor";
+constexpr const char* kPacked = "trireme.PackedSavedTensor";
 
 PyObject* stop_type = nullptr;  // an Exception: modules run always_call hooks for no other
 
@@ -59,14 +60,14 @@ PyObject* translated(const Body& body) {
 }
 
 void drop_packed(PyObject* capsule) {
-  c10::intrusive_ptr<PackedTensor>::reclaim(
-      static_cast<PackedTensor*>(PyCapsule_GetPointer(capsule, kPacked)));
+  c10::intrusive_ptr<PackedSavedTensor>::reclaim(
+      static_cast<PackedSavedTensor*>(PyCapsule_GetPointer(capsule, kPacked)));
 }
 
 struct PackHook {
   PyObject_HEAD vectorcallfunc call;
-  TensorPacker* packer;  // owned
-  PyObject* user_hooks;  // the user hooks below, as long as it is on the stack
+  SavedTensorPacker* packer;  // owned
+  PyObject* user_hooks;       // the user hooks below, as long as it is on the stack
 };
 
 PyTypeObject* pack_hook_type = nullptr;
@@ -88,8 +89,8 @@ PyObject* pack(PyObject* self, PyObject* const* arguments, size_t /*count*/, PyO
 PyObject* unpack(PyObject* /*self*/, PyObject* packed) {
   return translated([&] {
     // The capsule may be freed while its tensor is recomputed.
-    const auto held = c10::intrusive_ptr<PackedTensor>::reclaim_copy(
-        static_cast<PackedTensor*>(PyCapsule_GetPointer(packed, kPacked)));
+    const auto held = c10::intrusive_ptr<PackedSavedTensor>::reclaim_copy(
+        static_cast<PackedSavedTensor*>(PyCapsule_GetPointer(packed, kPacked)));
     return THPVariable_Wrap(held->unpack());
   });
 }
@@ -97,7 +98,7 @@ PyObject* unpack(PyObject* /*self*/, PyObject* packed) {
 void drop_pack_hook(PyObject* self) {
   auto* hook = reinterpret_cast<PackHook*>(self);
   PyTypeObject* type = Py_TYPE(self);
-  c10::intrusive_ptr<TensorPacker>::reclaim(hook->packer);
+  c10::intrusive_ptr<SavedTensorPacker>::reclaim(hook->packer);
   Py_XDECREF(hook->user_hooks);
   PyObject_Free(self);
   Py_DECREF(type);
@@ -206,13 +207,13 @@ class TorchRun : public CheckpointRun {
 
 // A packer's scope on a job's thread: watches operators and calls end(), as PackerGuard does.
 struct WatchedJob {
-  explicit WatchedJob(c10::intrusive_ptr<TensorPacker> packer) : packer(std::move(packer)) {}
+  explicit WatchedJob(c10::intrusive_ptr<SavedTensorPacker> packer) : packer(std::move(packer)) {}
   ~WatchedJob() { packer->end(); }
   WatchedJob(const WatchedJob&) = delete;
   WatchedJob& operator=(const WatchedJob&) = delete;
 
   OperatorWatch watch;
-  c10::intrusive_ptr<TensorPacker> packer;
+  c10::intrusive_ptr<SavedTensorPacker> packer;
 };
 
 class PythonHooks : public SavedTensorHooks {
@@ -222,7 +223,7 @@ class PythonHooks : public SavedTensorHooks {
     unpack_ = PyCFunction_New(&method, nullptr);
   }
 
-  void push(c10::intrusive_ptr<TensorPacker> packer) override {
+  void push(c10::intrusive_ptr<SavedTensorPacker> packer) override {
     const py::gil_scoped_acquire gil;
     at::SavedTensorDefaultHooks::lazy_initialize();
     PyObject* below = find_user_hooks();
@@ -254,7 +255,7 @@ class PythonHooks : public SavedTensorHooks {
   std::function<std::shared_ptr<void>()> carried() override {
     const auto top = at::SavedTensorDefaultHooks::get_hooks(/*ignore_is_tracing=*/true);
     if (!top) return {};
-    c10::intrusive_ptr<TensorPacker> watching;
+    c10::intrusive_ptr<SavedTensorPacker> watching;
     {
       const py::gil_scoped_acquire gil;
       PyObject* hook = top->first.ptr(getPyInterpreter());
@@ -262,7 +263,7 @@ class PythonHooks : public SavedTensorHooks {
       if (Py_TYPE(hook) == pack_hook_type) {
         auto* packer = reinterpret_cast<PackHook*>(hook)->packer;
         if (packer->watches_operators())
-          watching = c10::intrusive_ptr<TensorPacker>::reclaim_copy(packer);
+          watching = c10::intrusive_ptr<SavedTensorPacker>::reclaim_copy(packer);
       }
     }
     return [watching, state = at::SavedTensorDefaultHooks::get_tls_state()] {

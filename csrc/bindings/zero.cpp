@@ -122,7 +122,7 @@ void init_zero(py::module_& module) {
              cores.shard(named(std::move(names), std::move(parameters)));
            }),
            py::arg("names"), py::arg("parameters"))
-      .def("settle", wrap_pybind_function_no_gil(&ZeroCores::settle))
+      .def("commit", wrap_pybind_function_no_gil(&ZeroCores::commit))
       .def("undo", wrap_pybind_function_no_gil(&ZeroCores::undo))
       .def("live", torch::wrap_pybind_function(&ZeroCores::live))
       .def("kept_codes", &ZeroCores::kept_codes)

@@ -138,7 +138,7 @@ std::vector<NameBook::Waiting> NameBook::waiting() const {
   return found;
 }
 
-std::vector<NameBook::Decision> NameBook::give_up(const Waiting& waiting, const std::string& why) {
+std::vector<NameBook::Decision> NameBook::fail(const Waiting& waiting, const std::string& why) {
   entries_.erase({waiting.operation.set, waiting.operation.name});
   return {error_to(waiting.issued, waiting.operation, why)};
 }

@@ -79,7 +79,7 @@ class TRIREME_API NameBook {
   };
   std::vector<Waiting> waiting() const;
   // Ends an operation that waits, with this text.
-  std::vector<Decision> give_up(const Waiting& waiting, const std::string& why);
+  std::vector<Decision> fail(const Waiting& waiting, const std::string& why);
 
  private:
   struct Entry {

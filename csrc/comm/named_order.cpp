@@ -139,7 +139,7 @@ NamedOrder::NamedOrder(std::shared_ptr<Communicator> communicator, NamedOrderOpt
       options_(options),
       patience_(shm::patience_of(where_.world)),
       log_(SharedLog::make(*communicator_)) {
-  if (Host* host = communicator_->host()) options_.give_up_after = host->group().timeout();
+  if (Host* host = communicator_->host()) options_.fail_after = host->group().timeout();
   if (log_ || where_.rank == 0) book_ = std::make_unique<NameBook>(where_.world);
   if (log_) return;
   box_ = std::make_unique<MessageBox>(*communicator_);
@@ -392,18 +392,18 @@ void NamedOrder::watch_waiting() {
       reports_.push_back(one.operation.kind + " '" + one.operation.name + "': " + what);
       wake_own();
     }
-    if (waits >= options_.give_up_after) {
+    if (waits >= options_.fail_after) {
       if (known != reported_.end()) reported_.erase(known);
-      give_up(one, "waited for too long: " + what);
+      fail(one, "waited for too long: " + what);
     }
   }
 }
 
-void NamedOrder::give_up(const NameBook::Waiting& waiting, const std::string& why) {
+void NamedOrder::fail(const NameBook::Waiting& waiting, const std::string& why) {
   if (log_) {
     append({waiting.operation.name, waiting.operation.set, kGiveUp, {}, why, false});
   } else {
-    tell(book_->give_up(waiting, why));
+    tell(book_->fail(waiting, why));
   }
 }
 
@@ -454,17 +454,17 @@ void NamedOrder::take_in(int64_t from, const std::string& text) {
   if (said.kind == kDefineSet) {
     tell(book_->define_set(said.set, read_ranks(said.payload)));
   } else if (said.kind == kGiveUp) {
-    give_up_as_said(said);
+    fail_as_said(said);
   } else {
     tell(book_->announce(from, std::move(said), NameBook::Clock::now()));
   }
 }
 
 // Does nothing if the last rank has come before.
-void NamedOrder::give_up_as_said(const NamedOperation& said) {
+void NamedOrder::fail_as_said(const NamedOperation& said) {
   for (const NameBook::Waiting& one : book_->waiting())
     if (one.operation.set == said.set && one.operation.name == said.name)
-      tell(book_->give_up(one, said.payload));
+      tell(book_->fail(one, said.payload));
 }
 
 // Shows others whom to wake: nobody, if a thread looks by itself or nothing is in flight.

@@ -24,8 +24,8 @@ namespace trireme {
 
 // How long an operation may wait for ranks that have not issued it.
 struct NamedOrderOptions {
-  std::chrono::milliseconds report_after{60'000};      // then rank 0 says so, once
-  std::chrono::milliseconds give_up_after{1'800'000};  // ranks of a host: the group's timeout
+  std::chrono::milliseconds report_after{60'000};   // then rank 0 says so, once
+  std::chrono::milliseconds fail_after{1'800'000};  // ranks of a host: the group's timeout
 };
 
 // [Note: who keeps the book of names]
@@ -82,7 +82,7 @@ class TRIREME_API NamedOrder {
   void read_until_next();
   void append(const NamedOperation& operation);
   void take_in(int64_t from, const std::string& text);
-  void give_up_as_said(const NamedOperation& said);
+  void fail_as_said(const NamedOperation& said);
   void show_reader();
   std::vector<std::string> absences() const;
 
@@ -98,7 +98,7 @@ class TRIREME_API NamedOrder {
   void end_with(const std::string& why);
   void wait_until_posted();
   void watch_waiting();
-  void give_up(const NameBook::Waiting& waiting, const std::string& why);
+  void fail(const NameBook::Waiting& waiting, const std::string& why);
 
   RankOf where_;
   std::shared_ptr<Communicator> communicator_;

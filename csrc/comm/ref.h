@@ -12,13 +12,13 @@ namespace trireme::values {
 // destroy it.
 class TRIREME_API Ref {
  public:
-  using LetGo = std::function<void(const RefAddress& address)>;
+  using Release = std::function<void(const RefAddress& address)>;
 
-  // `let_go` does not throw; it is called once, by the destructor.
-  Ref(RefAddress address, LetGo let_go)
-      : address_(std::move(address)), let_go_(std::move(let_go)) {}
+  // `release` does not throw; it is called once, by the destructor.
+  Ref(RefAddress address, Release release)
+      : address_(std::move(address)), release_(std::move(release)) {}
   ~Ref() {
-    if (let_go_) let_go_(address_);
+    if (release_) release_(address_);
   }
   Ref(const Ref&) = delete;
   Ref& operator=(const Ref&) = delete;
@@ -27,7 +27,7 @@ class TRIREME_API Ref {
 
  private:
   RefAddress address_;
-  LetGo let_go_;
+  Release release_;
 };
 
 }  // namespace trireme::values

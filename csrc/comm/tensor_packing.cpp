@@ -181,10 +181,12 @@ bool unpack_tensors(const ArrivedTensors& came, TensorMessage& message) {
       continue;
     }
     const ArrivedPayload& payload = packed.is_on_device ? came.on_device : came.payload;
-    const auto let_go = [](void* keeps) { delete static_cast<std::shared_ptr<void>*>(keeps); };
+    const auto free_payload = [](void* keeps) {
+      delete static_cast<std::shared_ptr<void>*>(keeps);
+    };
     message.tensors.push_back(at::for_blob(payload.memory + packed.offset, packed.sizes)
                                   .strides(packed.strides)
-                                  .context(new std::shared_ptr<void>(payload.keeps), let_go)
+                                  .context(new std::shared_ptr<void>(payload.keeps), free_payload)
                                   .options(options)
                                   .target_device(device)
                                   .make_tensor());

@@ -86,7 +86,7 @@ class TRIREME_API WorkerPool {
   struct Task;
   struct State;
 
-  std::shared_ptr<State> state_;  // shared with the seats
+  std::shared_ptr<State> state_;  // shared with the workers
   std::vector<std::thread> threads_;
   std::mutex turn_;  // held by run()
   ForkGuard fork_guard_;

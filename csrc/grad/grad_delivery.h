@@ -18,7 +18,7 @@ namespace trireme {
 // What a delivery does, always.
 struct DeliveryTraits {
   OwnShards own_shards = {};    // the part of each gradient that this rank keeps
-  bool may_defer_sums = false;  // some steps leave their sums to the transport's hand_out()
+  bool may_defer_sums = false;  // some steps leave their sums to the transport's visit_sums()
   bool may_replan = true;       // the reducer may begin anew with other parameters
   bool keeps_graphs = false;    // the average has a graph if this rank's gradient had one
 };

@@ -95,7 +95,7 @@ void GradReducer::forward_ends() {
 void GradReducer::begin_backward(Part part) {
   checks_.expect(trigger_->is_idle(), "got a second backward before finalize_backward()",
                  "Call finalize_backward() once per synchronized backward.");
-  if (map_is_unread_) settle_map(/*late=*/true);
+  if (map_is_unread_) read_map(/*late=*/true);
   if (auto order = layout_.arrivals().receive(*communicator_)) layout_.set_order(std::move(*order));
   if (transports_.own().traits().keeps_buckets && !layout_.arrivals().is_observing())
     keep_buckets();
@@ -172,7 +172,7 @@ void GradReducer::take_gradient(int64_t index, bool has_gradient) {
     checks_.refuse_late(layout_.infos()[parameter].name);
   if (has_gradient) {
     delivery_->came(parameter);
-    if (!settles_buckets()) transport.accumulated(bucket, slot);
+    if (!finds_buckets()) transport.accumulated(bucket, slot);
   }
   slot_ready(parameter, place, is_last);
 }
@@ -208,7 +208,7 @@ void GradReducer::catch_up() {
 }
 
 // Learns the order of gradients while all of them are still in .grad.
-void GradReducer::settle_buckets() {
+void GradReducer::find_buckets() {
   layout_.arrivals().send(*communicator_, layout_.order(), layout_.device());
   layout_.set_order(layout_.arrivals().wait());
   keep_buckets();
@@ -216,7 +216,7 @@ void GradReducer::settle_buckets() {
 }
 
 void GradReducer::launch_rest() {
-  if (settles_buckets()) settle_buckets();
+  if (finds_buckets()) find_buckets();
   queue_.launch_rest();
   if (!layout_.carries_tail() && !transports_.chosen().traits().map_goes_last) send_map();
 }
@@ -247,7 +247,7 @@ void GradReducer::collect(bool may_learn) {
   UsedMap& used = layout_.used();
   used.start_reading(layout_.carries_tail() ? layout_.buckets().back()->tail()
                                             : used.own_wire(layout_.device()));
-  if (needs_map()) settle_map();
+  if (needs_map()) read_map();
   // Uses that no .grad holds yet count for the next synchronization.
   used.begin_anew(
       [this](size_t index, bool is_used) { return delivery_->still_counts(index, is_used); });
@@ -277,25 +277,25 @@ bool GradReducer::needs_map() const {
          layout_.arrivals().is_observing() || !queue_.has_delivered_all();
 }
 
-void GradReducer::settle_map(bool late) {
+void GradReducer::read_map(bool late) {
   const at::NoGradGuard no_grad;
   map_is_unread_ = false;
   layout_.used().finish_reading();
   if (layout_.used().numbers_differ()) comparison_.refuse();
   queue_.deliver_by_map();
   layout_.update_trailing(step_, communicator_->world());
-  if (layout_.used().changed_anywhere()) settle_changes(late);
+  if (layout_.used().changed_anywhere()) agree_on_changes(late);
 }
 
-void GradReducer::settle_changes(bool late) {
-  const ParameterChanges::Settled settled = changes_.settle(late, step_);
-  if (settled.parameters) {
-    begin_with(*settled.parameters);
-    changes_.adopt(settled);
+void GradReducer::agree_on_changes(bool late) {
+  const ParameterChanges::Agreement agreement = changes_.agree(late, step_);
+  if (agreement.parameters) {
+    begin_with(*agreement.parameters);
+    changes_.adopt(agreement);
   }
-  if (!settled.left_out.empty())
-    queue_.reduce_extra_bucket(transports_.own(), scale(), settled.left_out, settled.used);
-  if (settled.parameters) build_layout();  // behind what a hook was shown beside it
+  if (!agreement.left_out.empty())
+    queue_.reduce_extra_bucket(transports_.own(), scale(), agreement.left_out, agreement.used);
+  if (agreement.parameters) build_layout();  // behind what a hook was shown beside it
 }
 
 // Sends rank 0's order to everybody at the end of the first synchronized backward.

@@ -208,21 +208,19 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
   void begin_transport();
   void catch_up();
   // Returns whether this backward will find the buckets that a communication hook keeps seeing.
-  bool settles_buckets() const {
-    return transports_.own().traits().keeps_buckets && !keeps_buckets_;
-  }
+  bool finds_buckets() const { return transports_.own().traits().keeps_buckets && !keeps_buckets_; }
   void keep_buckets() {
     keeps_buckets_ = true;
     layout_.keep_buckets();
   }
-  void settle_buckets();
+  void find_buckets();
   void launch_rest();
   void collect(bool may_learn = true);
   void collect_by_itself(Part part, bool may_learn);
   void send_map();
   bool needs_map() const;
-  void settle_map(bool late = false);
-  void settle_changes(bool late);
+  void read_map(bool late = false);
+  void agree_on_changes(bool late);
   void learn_order();
 
   std::shared_ptr<Communicator> communicator_;

@@ -25,7 +25,7 @@ void take_result(Bucket& bucket, Pending& pending) {
 
 void LaunchQueue::begin(const Step& step, const std::vector<bool>& unused) {
   step_ = step;
-  next_launch_ = next_settle_ = next_deliver_ = 0;
+  next_launch_ = next_reduced_ = next_deliver_ = 0;
   waits_in_vain_ = false;
   flights_.clear();
   flights_.resize(layout_.buckets().size());
@@ -41,8 +41,9 @@ void LaunchQueue::launch_ready() {
   const size_t first = next_launch_;
   while (can_launch()) launch(next_launch_);
   if (next_launch_ == first || step_.delivers_late || !layout_.device().is_cpu()) return;
-  while (next_settle_ < next_launch_ && flights_[next_settle_].pending.done()) settle(next_settle_);
-  deliver_settled();
+  while (next_reduced_ < next_launch_ && flights_[next_reduced_].pending.done())
+    finish_reduction(next_reduced_);
+  deliver_reduced();
 }
 
 void LaunchQueue::launch_rest() {
@@ -68,17 +69,17 @@ void LaunchQueue::launch(size_t index) {
 // others for something else, such as a gather: a rank that waits for it in vain goes on.
 void LaunchQueue::keep_few_in_flight() {
   const auto begin = Clock::now();
-  while (next_launch_ - next_settle_ > kMostInFlight && !waits_in_vain_) {
-    const bool is_on_cpu = bucket_at(next_settle_).plan().device.is_cpu();
-    waits_in_vain_ = is_on_cpu && !flights_[next_settle_].pending.comes_within(kPatience);
-    if (!waits_in_vain_) settle(next_settle_);
+  while (next_launch_ - next_reduced_ > kMostInFlight && !waits_in_vain_) {
+    const bool is_on_cpu = bucket_at(next_reduced_).plan().device.is_cpu();
+    waits_in_vain_ = is_on_cpu && !flights_[next_reduced_].pending.comes_within(kPatience);
+    if (!waits_in_vain_) finish_reduction(next_reduced_);
   }
-  deliver_settled();
+  deliver_reduced();
   clock_.waited(Clock::now() - begin);
 }
 
-// Settles a bucket: the ranks that share it have its sum, their replicas perhaps not yet.
-void LaunchQueue::settle(size_t index) {
+// Waits for a bucket: then the ranks that share it have its sum, their replicas perhaps not yet.
+void LaunchQueue::finish_reduction(size_t index) {
   Flight& flight = flights_[index];
   flight.pending.wait();
   clock_.bucket_done(index, flight.pending.finished_at());
@@ -87,19 +88,19 @@ void LaunchQueue::settle(size_t index) {
   if (!step_.transport->traits().streams) bucket.keep_own();
   flight.outer =
       step_.transport->reduce_outer(bucket, delivery_.take_sums(bucket), layout_.labels()[index]);
-  ++next_settle_;
+  ++next_reduced_;
 }
 
-// Delivers settled buckets to their .grad, but waits for no replica: one that is not so far yet may
+// Delivers reduced buckets to their .grad, but waits for no replica: one that is not so far yet may
 // wait in a gather for another rank, and that one, in the same way, for a replica of its own, and
 // so on round to this rank.
-void LaunchQueue::deliver_settled() {
-  while (next_deliver_ < next_settle_ && flights_[next_deliver_].outer.done())
+void LaunchQueue::deliver_reduced() {
+  while (next_deliver_ < next_reduced_ && flights_[next_deliver_].outer.done())
     deliver_arrived(next_deliver_);
 }
 
 void LaunchQueue::deliver_arrived(size_t index) {
-  if (index == next_settle_) settle(index);
+  if (index == next_reduced_) finish_reduction(index);
   flights_[index].outer.wait();
   ++next_deliver_;
   deliver_used(bucket_at(index), GradDelivery::DeliveryTime::kAtOnce);

@@ -73,8 +73,8 @@ class TRIREME_API LaunchQueue {
 
   void launch(size_t bucket);
   void keep_few_in_flight();
-  void settle(size_t bucket);
-  void deliver_settled();
+  void finish_reduction(size_t bucket);
+  void deliver_reduced();
   void deliver_arrived(size_t bucket);
   void deliver_used(Bucket& bucket, GradDelivery::DeliveryTime turn);
   Bucket& bucket_at(size_t bucket) const { return *layout_.buckets()[bucket]; }
@@ -86,7 +86,7 @@ class TRIREME_API LaunchQueue {
   Step step_;
   std::vector<Flight> flights_;
   size_t next_launch_ = 0;
-  size_t next_settle_ = 0;
+  size_t next_reduced_ = 0;
   size_t next_deliver_ = 0;
   bool waits_in_vain_ = false;
   std::vector<bool> is_delivered_;

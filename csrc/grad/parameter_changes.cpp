@@ -147,7 +147,7 @@ const at::Tensor& ParameterChanges::newcomer_came(size_t newcomer, bool has_grad
   return newcomers_[newcomer].tensor;
 }
 
-ParameterChanges::Settled ParameterChanges::settle(bool late, int64_t step) {
+ParameterChanges::Agreement ParameterChanges::agree(bool late, int64_t step) {
   const BucketLayout& layout = context_.layout;
   std::vector<ParameterState> states;
   bool replans = present_.has_value();
@@ -161,11 +161,11 @@ ParameterChanges::Settled ParameterChanges::settle(bool late, int64_t step) {
   AgreedStates agreed = agree_on_states(context_.communicator, layout.device(), layout.infos(),
                                         states, replans && !late, context_.area);
   if (agreed.replans) return replan(late);
-  return settle_states(states, std::move(agreed), step);
+  return apply_states(states, std::move(agreed), step);
 }
 
-ParameterChanges::Settled ParameterChanges::settle_states(const std::vector<ParameterState>& states,
-                                                          AgreedStates agreed, int64_t step) {
+ParameterChanges::Agreement ParameterChanges::apply_states(
+    const std::vector<ParameterState>& states, AgreedStates agreed, int64_t step) {
   compare_moved_values(agreed.moved, step);
   BucketLayout& layout = context_.layout;
   std::vector<ParameterInfo>& infos = layout.infos();
@@ -176,19 +176,19 @@ ParameterChanges::Settled ParameterChanges::settle_states(const std::vector<Para
     order.push_back(index);
     is_ordered[static_cast<size_t>(index)] = true;
   }
-  Settled settled;
-  settled.used = std::move(agreed.used);
+  Agreement agreement;
+  agreement.used = std::move(agreed.used);
   for (size_t i = infos.size(); i-- > 0;) {
     infos[i].dtype = states[i].dtype;
     infos[i].grad_dtype.reset();
     if (states[i].gradient_dtype != states[i].dtype) infos[i].grad_dtype = states[i].gradient_dtype;
     const bool is_held = layout.place_of(i).is_planned() || layout.is_excluded(i);
     if (!infos[i].requires_grad || is_held) continue;
-    settled.left_out.push_back(static_cast<int64_t>(i));
+    agreement.left_out.push_back(static_cast<int64_t>(i));
     if (!is_ordered[i]) order.push_back(static_cast<int64_t>(i));
   }
   layout.set_order(std::move(order));
-  return settled;
+  return agreement;
 }
 
 // Compares the parameters that lie elsewhere than before on some rank.
@@ -246,14 +246,14 @@ bool ParameterChanges::was_used(const at::Tensor& newcomer) const {
 }
 
 // Begins anew with the parameters that all ranks have now, or throws on all of them.
-ParameterChanges::Settled ParameterChanges::replan(bool late) {
+ParameterChanges::Agreement ParameterChanges::replan(bool late) {
   const BucketLayout& layout = context_.layout;
   ModuleNow now = this->now(late);
   const std::vector<ParameterInfo> infos =
       late ? layout.infos() : describe_parameters(now.parameters);
   const std::unordered_map<const at::TensorImpl*, int64_t> planned = places_of(layout.parameters());
 
-  Settled settled;
+  Agreement agreement;
   std::vector<int64_t> earlier;
   std::vector<ParameterState> states;
   for (size_t i = 0; i < infos.size(); ++i) {
@@ -265,22 +265,22 @@ ParameterChanges::Settled ParameterChanges::replan(bool late) {
     const bool used = is_new ? was_used(tensor) : layout.used().used_here(earlier[i]);
     states.push_back({infos[i].requires_grad, used, infos[i].dtype, infos[i].gradient_dtype()});
     const bool is_fresh = is_new || is_reshaped(before);
-    if (is_fresh) settled.fresh.push_back(static_cast<int64_t>(i));
+    if (is_fresh) agreement.fresh.push_back(static_cast<int64_t>(i));
     // A kept parameter that lies elsewhere is compared after the next backward.
     if (!storages_.empty())
-      settled.storages.push_back(is_fresh ? storage_of(tensor) : storages_[before]);
+      agreement.storages.push_back(is_fresh ? storage_of(tensor) : storages_[before]);
     if (infos[i].requires_grad && (is_new || !layout.place_of(before).is_planned()))
-      settled.left_out.push_back(static_cast<int64_t>(i));
+      agreement.left_out.push_back(static_cast<int64_t>(i));
   }
   const ParameterChange change{layout.infos(), infos, earlier, now.beside};
   check_same_change(context_.communicator, layout.device(), change, context_.area);
   check_replannable(change);
-  settled.used = agree_on_states(context_.communicator, infos.front().device, infos, states, false,
-                                 context_.area)
-                     .used;
+  agreement.used = agree_on_states(context_.communicator, infos.front().device, infos, states,
+                                   false, context_.area)
+                       .used;
   present_.reset();
-  settled.parameters = std::move(now.parameters);
-  return settled;
+  agreement.parameters = std::move(now.parameters);
+  return agreement;
 }
 
 // Refuses changes that cannot be planned anew. All ranks have `change` alike, and throw alike.
@@ -303,10 +303,10 @@ void ParameterChanges::check_replannable(const ParameterChange& change) const {
 }
 
 // Broadcasts rank 0's values of parameters that ranks have made since they began with the same.
-void ParameterChanges::adopt(const Settled& settled) {
-  storages_ = settled.storages;
+void ParameterChanges::adopt(const Agreement& agreement) {
+  storages_ = agreement.storages;
   if (watch_.adopted) watch_.adopted();
-  const std::vector<int64_t>& parameters = settled.fresh;
+  const std::vector<int64_t>& parameters = agreement.fresh;
   if (parameters.empty()) return;
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> values;

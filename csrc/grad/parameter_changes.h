@@ -41,8 +41,8 @@ namespace trireme {
 // that lie elsewhere on some rank, and warn. It is no error: ranks that average models instead of
 // gradients may mean it.
 
-// Notices the user's changes to the parameters of a layout, and settles them with the other ranks.
-// Not thread-safe; its reducer serialises access.
+// Notices the user's changes to the parameters of a layout, and agrees on them with the other
+// ranks. Not thread-safe; its reducer serialises access.
 class TRIREME_API ParameterChanges {
  public:
   // All references must outlive this.
@@ -77,8 +77,8 @@ class TRIREME_API ParameterChanges {
   // Notes that the gradient of a newcomer came. Returns its tensor.
   const at::Tensor& newcomer_came(size_t newcomer, bool has_gradient);
 
-  // The result of settling changes.
-  struct Settled {
+  // What the ranks have agreed on.
+  struct Agreement {
     // The parameters to begin anew with; then adopt() is called with this.
     std::optional<NamedParameters> parameters;
     std::vector<int64_t> fresh;  // parameters that ranks did not have in common before
@@ -88,13 +88,13 @@ class TRIREME_API ParameterChanges {
     std::vector<int64_t> left_out;
     std::vector<bool> used;
   };
-  // Settles changes after some rank announced one: all ranks compare their parameters at the end of
-  // this backward. A rank that is `late` has seen no change itself, and is about to begin another
-  // backward. Collective. Throws ValueError on all ranks for changes that differ, or cannot be
-  // followed.
-  Settled settle(bool late, int64_t step);
+  // Agrees on changes after some rank announced one: all ranks compare their parameters at the end
+  // of this backward. A rank that is `late` has seen no change itself, and is about to begin
+  // another backward. Collective. Throws ValueError on all ranks for changes that differ, or cannot
+  // be followed.
+  Agreement agree(bool late, int64_t step);
   // Broadcasts values of new parameters, once the layout has begun with them. Collective.
-  void adopt(const Settled& settled);
+  void adopt(const Agreement& agreement);
 
  private:
   struct Newcomer {  // a parameter that is not planned yet
@@ -109,11 +109,11 @@ class TRIREME_API ParameterChanges {
   bool is_moved(size_t index) const;
   const at::Tensor& parameter(size_t index) const { return context_.layout.parameters()[index]; }
   RankOf where() const { return context_.communicator.rank_of(); }
-  Settled settle_states(const std::vector<ParameterState>& states, AgreedStates agreed,
-                        int64_t step);
+  Agreement apply_states(const std::vector<ParameterState>& states, AgreedStates agreed,
+                         int64_t step);
   void compare_moved_values(const std::vector<bool>& moved, int64_t step);
   ModuleNow now(bool late);
-  Settled replan(bool late);
+  Agreement replan(bool late);
   void check_replannable(const ParameterChange& change) const;
   bool was_used(const at::Tensor& newcomer) const;
 

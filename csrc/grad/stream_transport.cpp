@@ -235,7 +235,7 @@ void StreamTransport::pass_over(int64_t end) {
   }
 }
 
-void StreamTransport::hand_out(const SumVisitor& visit) {
+void StreamTransport::visit_sums(const SumVisitor& visit) {
   for (; collecting_ < parts_.size(); ++collecting_) {
     const Bucket& bucket = bucket_at(collecting_);
     const Part& part = parts_[collecting_];

@@ -62,7 +62,7 @@ class TRIREME_API StreamTransport final : public Transport {
 
   bool defers_sums() const override { return defers_; }
   // Visits in the order of the stream, once a step that defers is deposited.
-  void hand_out(const SumVisitor& visit) override;
+  void visit_sums(const SumVisitor& visit) override;
   void stop_deferring() override;
 
  private:

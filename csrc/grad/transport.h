@@ -28,7 +28,7 @@ struct TransportStep {
   double scale = 1;                                        // gradients are multiplied by it
   const UsedMap* map;        // rides behind the last bucket's gradients; null if it goes alone
   bool shadow = false;       // this rank contributes zeros
-  bool defers_sums = false;  // leaves the sums to hand_out(), if the transport can
+  bool defers_sums = false;  // leaves the sums to visit_sums(), if the transport can
 };
 
 // A bucket to be reduced.
@@ -135,10 +135,10 @@ class TRIREME_API Transport {
   // Returns whether a launch may wait for other ranks, and so must wait for the end of backward.
   virtual bool launch_waits() const { return false; }
 
-  // Returns whether this step leaves its sums to hand_out() or stop_deferring().
+  // Returns whether this step leaves its sums to visit_sums() or stop_deferring().
   virtual bool defers_sums() const { return false; }
   // Calls `visit` with the sums of this rank's part, piece by piece. May wait for other ranks.
-  virtual void hand_out(const SumVisitor& /*visit*/) {}
+  virtual void visit_sums(const SumVisitor& /*visit*/) {}
   // Sums a step that defers up into the buckets after all.
   virtual void stop_deferring() {}
 

@@ -148,7 +148,7 @@ void log_unfetched(SaveInFlight& save) {
 }
 
 void end_before_shutdown(bool is_failing) {
-  if (is_failing) give_up_saves("an exception, which the output of this rank shows");
+  if (is_failing) abort_saves("an exception, which the output of this rank shows");
   finish_saves();
 }
 
@@ -228,7 +228,7 @@ void finish_saves() noexcept {
   }
 }
 
-void give_up_saves(const std::string& reason) noexcept {
+void abort_saves(const std::string& reason) noexcept {
   for (const SavePtr& save : SavesInFlight::instance().now()) {
     const std::lock_guard<std::mutex> lock(save->mutex);
     if (save->is_done) continue;

@@ -66,6 +66,6 @@ TRIREME_API PendingSave finished_save(std::string path, int64_t written_bytes, d
 // Waits for all saves of this process, and logs, on rank 0 of each, errors that nobody has fetched.
 TRIREME_API void finish_saves() noexcept;
 // Gives up all saves of this process that have not committed yet, and tells the other ranks why.
-TRIREME_API void give_up_saves(const std::string& reason) noexcept;
+TRIREME_API void abort_saves(const std::string& reason) noexcept;
 
 }  // namespace trireme

@@ -13,7 +13,7 @@ class Collectives::Scope {
  public:
   Scope(Collectives& owner, const Operation& operation, const CallOptions& call)
       : group_(owner.group_), ring_(owner.ring_), sequence_(group_.begin(operation, call.timeout)) {
-    ring_.settle_epoch();
+    ring_.follow_epoch();
     mark_ = ring_.mark(step_of(sequence_, -1));
   }
   ~Scope() { group_.finish(); }

@@ -46,7 +46,7 @@ void FlagWait::wait_longer(const std::atomic<uint64_t>& counter, uint64_t target
     // Values that a peer published before it died count.
     const bool pointless = watch.pointless();
     if (come()) return;
-    if (pointless) watch.give_up();
+    if (pointless) watch.fail();
     const Clock::time_point now = Clock::now();
     if (now >= deadline) watch.overdue();
     looks.call_if_due(now, [&] { watch.look_around(); });

@@ -18,7 +18,7 @@ struct Watch {
   virtual ~Watch() = default;
   virtual bool pointless() = 0;
   virtual void look_around() {}             // every kLookEvery; what it throws ends the wait
-  [[noreturn]] virtual void give_up() = 0;  // pointless, and the counter has not come anyway
+  [[noreturn]] virtual void fail() = 0;     // pointless, and the counter has not come anyway
   [[noreturn]] virtual void overdue() = 0;  // the deadline has passed
 };
 

@@ -89,7 +89,7 @@ void HostGroup::meet(Exchange& exchange, SegmentKind kind) {
     why_alone_.clear();
     return meet(exchange, SegmentKind::kNamed);
   }
-  settle_hosts(rows);
+  divide_into_hosts(rows);
 }
 
 // Fills `row` with one character per rank, '1' for ranks whose memory this rank shares. Returns
@@ -135,7 +135,7 @@ bool HostGroup::look_for_peers(Exchange& exchange, SegmentKind kind, std::string
   return refused;
 }
 
-void HostGroup::settle_hosts(const std::vector<std::string>& rows) {
+void HostGroup::divide_into_hosts(const std::vector<std::string>& rows) {
   const auto world = static_cast<size_t>(where_.world);
   std::vector<bool> placed(world, false);
   for (size_t first = 0; first < world; ++first) {
@@ -210,7 +210,7 @@ void HostGroup::check_entered() {
   wait_all(&RankBlock::entered, sequence_);
   // Another thread of this rank may have left it meanwhile. Ranks that entered since must hear of
   // that, and do once they wait for this rank.
-  if (has_abandoned()) give_up(FaultKind::kAbandoned, current(), left_by(rank_));
+  if (has_abandoned()) throw_fault(FaultKind::kAbandoned, current(), left_by(rank_));
   const size_t index = sequence_ % kRecords;
   const Record& mine = block(rank_).records[index];
   for (int64_t peer = 0; peer < world(); ++peer) {

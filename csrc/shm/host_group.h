@@ -189,7 +189,7 @@ class TRIREME_API HostGroup {
 
   void meet(Exchange& exchange, SegmentKind kind);
   bool look_for_peers(Exchange& exchange, SegmentKind kind, std::string& row);
-  void settle_hosts(const std::vector<std::string>& rows);
+  void divide_into_hosts(const std::vector<std::string>& rows);
   void ring_all() noexcept;
   void rejoin();
   void tell(const std::string& text);
@@ -198,7 +198,7 @@ class TRIREME_API HostGroup {
   std::string complaint() const;
   Segment open_told(int64_t peer, int64_t bytes, std::string& why_not,
                     bool keeps_file = false) const;
-  [[noreturn]] void give_up(FaultKind kind, const std::string& what, const std::string& why);
+  [[noreturn]] void throw_fault(FaultKind kind, const std::string& what, const std::string& why);
   std::string name_of(int64_t peer) const;
   void wait_for_exit(int64_t peer) const;
   std::string step_of(int64_t peer) const;

@@ -51,11 +51,11 @@ class HostGroup::PeerWatch : public Watch {
     }
   }
 
-  void give_up() override {
+  void fail() override {
     if (group_.failure()) group_.check_usable();
     // A message left before its death tells more than the death.
     if (const std::string left = left_by(); !left.empty())
-      group_.give_up(FaultKind::kAbandoned, what(), left);
+      group_.throw_fault(FaultKind::kAbandoned, what(), left);
     group_.wait_for_exit(peer_);
     miss(FaultKind::kPeerLost, group_.absence_of(peer_));
   }
@@ -72,7 +72,7 @@ class HostGroup::PeerWatch : public Watch {
 
  protected:
   [[noreturn]] virtual void miss(FaultKind kind, const std::string& why) {
-    group_.give_up(kind, what(), why);
+    group_.throw_fault(kind, what(), why);
   }
 
  private:
@@ -119,7 +119,7 @@ void HostGroup::roll_call() {
       why += (why.empty() ? "" : "; ") + missing.why;
     }
   }
-  if (!why.empty()) give_up(kind, current(), why);
+  if (!why.empty()) throw_fault(kind, current(), why);
 }
 
 void HostGroup::wait(int64_t peer, Counter counter, uint64_t target) {
@@ -247,7 +247,7 @@ void HostGroup::ring_all() noexcept {
   }
 }
 
-void HostGroup::give_up(FaultKind kind, const std::string& what, const std::string& why) {
+void HostGroup::throw_fault(FaultKind kind, const std::string& what, const std::string& why) {
   const std::string_view next_step = kind == FaultKind::kPeerLost ? advice_on_absence()
                                      : kind == FaultKind::kAbandoned
                                          ? "The next step works, if every rank goes on to it."
@@ -290,7 +290,7 @@ std::string HostGroup::absence_of(int64_t peer) const {
 }
 
 std::string HostGroup::step_of(int64_t peer) const {
-  const Progress& progress = blocks_[static_cast<size_t>(peer)]->progress;
+  const RankProgress& progress = blocks_[static_cast<size_t>(peer)]->progress;
   const uint64_t done = progress.steps_done.load(std::memory_order_acquire);
   return step_text(progress.steps_begun.load(std::memory_order_acquire), done);
 }

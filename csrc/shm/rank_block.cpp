@@ -4,7 +4,7 @@
 
 namespace trireme::shm {
 
-std::string round_text(const Progress& progress, uint64_t entered) {
+std::string round_text(const RankProgress& progress, uint64_t entered) {
   const uint64_t round = progress.rounds.load(std::memory_order_acquire);
   const Record& record = progress.deposits[round % progress.deposits.size()];
   if (round == 0 || record.sequence < entered) return {};

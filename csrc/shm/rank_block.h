@@ -25,7 +25,7 @@ struct Futex {
 };
 
 // How far a rank is, for messages.
-struct Progress {
+struct RankProgress {
   // Rounds of deposits (deposit_ring.h): how many have begun, and the last ones by that number;
   // `sequence` is that of the last collective which the owner had entered by then.
   std::atomic<uint64_t> rounds{0};
@@ -92,7 +92,7 @@ struct RankBlock {
   std::atomic<int64_t> wait_since_ns{0};
   std::atomic<bool> wait_is_shown{false};  // a thread of the owner shows one
 
-  Progress progress{};
+  RankProgress progress{};
 
   // Spells "rank_b_4": the last letter changes when fields move and the size stays.
   static constexpr uint64_t kLayout = 0x345f625f6b6e6172;
@@ -105,7 +105,7 @@ constexpr uint64_t step_of(uint64_t sequence, int64_t chunk) {
 
 // Returns "round 9 of deposits, the gradient of '2.weight'": the owner's last action, unless it has
 // entered a collective since; then nothing. `entered` is the number of that.
-std::string round_text(const Progress& progress, uint64_t entered);
+std::string round_text(const RankProgress& progress, uint64_t entered);
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free &&
               std::atomic<uint32_t>::is_always_lock_free);

@@ -53,7 +53,7 @@ template <typename Isa, typename Out, typename A, typename B, typename Op>
 
 // Keeps the compiler from fusing writes of `data` with the reads that follow: a product and a sum
 // fused into one instruction round once, and not every instruction set has that one.
-TRIREME_INLINE void settle(void* data) { asm volatile("" : : "r"(data) : "memory"); }
+TRIREME_INLINE void compiler_fence(void* data) { asm volatile("" : : "r"(data) : "memory"); }
 
 // Computes to[i] = factor * from[i], as numbers to compute with.
 template <typename Isa, typename T>
@@ -66,7 +66,7 @@ void stage(Computed<T>* __restrict to, const T* __restrict from, int64_t count,
       for (int64_t i = 0; i < count; ++i) to[i] = static_cast<Computed<T>>(load(from[i]) * factor);
     });
   }
-  settle(to);
+  compiler_fence(to);
 }
 
 template <typename Isa, typename T>
@@ -92,7 +92,7 @@ void multiply(Complex<Real>* out, const Complex<Real>* a, const Complex<Real>* b
       products[3][i] = a[i].imaginary * b[i].real;
     }
   });
-  settle(products);
+  compiler_fence(products);
   Isa::run([&]() __attribute__((always_inline)) {
     for (int64_t i = 0; i < count; ++i) {
       out[i].real = products[0][i] - products[1][i];

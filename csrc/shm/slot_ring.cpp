@@ -26,7 +26,7 @@ void SlotRing::rewind(const Mark& mark) {
   while (!held_.empty() && held_.back().step > mark.step) held_.pop_back();
 }
 
-void SlotRing::settle_epoch() {
+void SlotRing::follow_epoch() {
   if (std::exchange(epoch_, group_.epoch()) == epoch_) return;
   head_ = 0;
   held_.clear();

@@ -41,7 +41,7 @@ class TRIREME_API SlotRing {
   Mark mark(uint64_t step) const { return {head_, step}; }
   void rewind(const Mark& mark);
   // Called when a collective begins: ranks that abandoned one may have reserved different slots.
-  void settle_epoch();
+  void follow_epoch();
 
  private:
   struct Held {

@@ -8,7 +8,7 @@ import torch
 from trireme._C import Communicator
 
 class StopRecomputation(Exception): ...
-class TensorPacker: ...
+class SavedTensorPacker: ...
 
 class PartitionMemory:
     @property
@@ -20,7 +20,7 @@ class PartitionMemory:
     @property
     def host(self) -> int: ...
 
-class PartitionPacker(TensorPacker):
+class PartitionPacker(SavedTensorPacker):
     @property
     def memory(self) -> PartitionMemory: ...
 
@@ -32,16 +32,16 @@ def checkpoint(
     with_random: bool,
     early_stop: bool,
     compares_metadata: bool,
-    inputs: TensorPacker | None,
+    inputs: SavedTensorPacker | None,
     explain: Callable[[str], Any] | None,
 ) -> Any: ...
 def run_with_packer(
-    packer: TensorPacker,
+    packer: SavedTensorPacker,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
     keywords: dict[str, Any],
 ) -> Any: ...
-def make_offload_packer(folder: str) -> TensorPacker: ...
+def make_offload_packer(folder: str) -> SavedTensorPacker: ...
 def offloaded_bytes() -> tuple[int, int]: ...
 def make_partition_packer(communicator: Communicator) -> PartitionPacker: ...
 def checkpoint_plan(

@@ -133,7 +133,7 @@ void bind_pending_save(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   module.def("finish_saves", [] { finish_saves(); }, NoGil());
   module.def(
-      "give_up_saves", [](const std::string& reason) { give_up_saves(reason); }, NoGil(),
+      "abort_saves", [](const std::string& reason) { abort_saves(reason); }, NoGil(),
       py::arg("reason"));
   module.def("has_snapshots", [] { return has_snapshots(); });
   module.def(

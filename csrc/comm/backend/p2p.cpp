@@ -87,7 +87,7 @@ class P2pWork final : public c10d::Work {
     if (!future_) {
       future_ =
           c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-      if (Work::isCompleted()) settle(*future_);
+      if (Work::isCompleted()) complete_future(*future_);
     }
     return future_;
   }
@@ -113,11 +113,11 @@ class P2pWork final : public c10d::Work {
       const std::lock_guard<std::mutex> lock(future_mutex_);
       future = future_;
     }
-    if (future) settle(*future);
+    if (future) complete_future(*future);
     if (!error) hooks_->completed({key_, opType_, sequence_, posted_, finished});
   }
 
-  void settle(c10::ivalue::Future& future) {
+  void complete_future(c10::ivalue::Future& future) {
     if (future.completed()) return;
     const auto error = exception();
     error ? future.setError(error) : future.markCompleted(at::IValue(result()));

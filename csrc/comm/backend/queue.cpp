@@ -318,7 +318,7 @@ void ShmWork::run_callbacks(const std::exception_ptr& error) {
   }
   if (const auto queue = queue_.lock(); queue && future && error)
     queue->told = queue->untold.load();
-  if (future) settle(*future, error);
+  if (future) complete_future(*future, error);
   if (hooks_ && !error) hooks_->completed({key_, opType_, sequence_, started_, *finished_at()});
 }
 
@@ -343,7 +343,7 @@ c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
     if (!future_) {
       future_ =
           c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-      if (isCompleted()) settle(*future_, exception());
+      if (isCompleted()) complete_future(*future_, exception());
     }
     future = future_;
   }
@@ -351,7 +351,7 @@ c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
   return future;
 }
 
-void ShmWork::settle(c10::ivalue::Future& future, const std::exception_ptr& error) {
+void ShmWork::complete_future(c10::ivalue::Future& future, const std::exception_ptr& error) {
   if (future.completed()) return;
   error ? future.setError(error) : future.markCompleted(at::IValue(outputs_));
 }

@@ -130,7 +130,7 @@ constexpr int64_t kSmallBytes = 64 * 1024;
 // The works of one verb, in the order in which they were issued.
 class WorkState final : public Pending::State {
  public:
-  WorkState(std::shared_ptr<GroupHealth> health, Operation operation)
+  WorkState(std::shared_ptr<GroupHealth> health, AwaitedOperation operation)
       : health_(std::move(health)), operation_(std::move(operation)) {}
 
   void add(WorkPtr work, TensorList alive, std::function<void()> afterwards = {}) {
@@ -181,7 +181,7 @@ class WorkState final : public Pending::State {
   }
 
   std::shared_ptr<GroupHealth> health_;
-  Operation operation_;
+  AwaitedOperation operation_;
   std::vector<Part> parts_;
   size_t next_ = 0;
   std::shared_ptr<Stamp> finished_ = std::make_shared<Stamp>(0);
@@ -382,7 +382,8 @@ class C10dCommunicator final : public Communicator {
 
   std::unique_ptr<WorkState> begin(const char* verb, const std::string& label) {
     begin(verb + (" of " + label));
-    return std::make_unique<WorkState>(health_, Operation{operation_, health_->progress().start()});
+    return std::make_unique<WorkState>(health_,
+                                       AwaitedOperation{operation_, health_->progress().start()});
   }
 
   std::unique_ptr<Messages> begin_messages(std::string operation) {

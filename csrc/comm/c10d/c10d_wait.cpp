@@ -79,7 +79,8 @@ void rethrow_named(const std::string& operation, GroupHealth& health,
   }
 }
 
-void wait_for_work(c10d::Work& work, bool on_cpu, const Operation& operation, GroupHealth& health) {
+void wait_for_work(c10d::Work& work, bool on_cpu, const AwaitedOperation& operation,
+                   GroupHealth& health) {
   rethrow_named(operation.name, health, [&] {
     // Orders streams and returns; the engine's own watchdog holds the deadline. Until that acts, a
     // rank whose device waits in vain goes on to enqueue, and comes here.

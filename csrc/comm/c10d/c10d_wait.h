@@ -25,14 +25,15 @@ void rethrow_named(const std::string& operation, GroupHealth& health,
 
 // The name of an awaited operation, and its place among the group's operations (comm/progress.h), 0
 // if it is not counted.
-struct Operation {
+struct AwaitedOperation {
   std::string name;
   int64_t number = 0;
 };
 
 // Waits for `work`, watching what peers announce; throws c10::DistBackendError naming the
 // operation.
-void wait_for_work(c10d::Work& work, bool on_cpu, const Operation& operation, GroupHealth& health);
+void wait_for_work(c10d::Work& work, bool on_cpu, const AwaitedOperation& operation,
+                   GroupHealth& health);
 
 // Waits as wait_for_work() does, for the Future that a communication hook returned.
 void wait_for_future(c10::ivalue::Future& future, const std::string& operation,

@@ -254,7 +254,7 @@ void Fsdp::tell_hook_error(const std::string& what) {
   tell_gatherers(text);
 }
 
-void Fsdp::hand_out_gradients(GradientCallback callback) {
+void Fsdp::set_gradient_callback(GradientCallback callback) {
   reducers_.set_delivered_callback(
       [held = std::weak_ptr(delivery_),
        callback = std::move(callback)](const std::vector<int64_t>& parameters) {

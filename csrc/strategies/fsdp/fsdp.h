@@ -151,7 +151,7 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   // the thread that runs backward; see GradientDelivery::take().
   using GradientCallback =
       std::function<void(const std::vector<int64_t>& parameters, std::vector<at::Tensor> parts)>;
-  void hand_out_gradients(GradientCallback callback);
+  void set_gradient_callback(GradientCallback callback);
   void wait_for_gradients() { delivery_->wait(); }
   // Keeps averaged gradients for a caller without a callback; see GradientDelivery::keep().
   // begin_writing() compares by what factor they were multiplied since.

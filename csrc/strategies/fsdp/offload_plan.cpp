@@ -63,7 +63,7 @@ OffloadPlan make_offload_plan(const OffloadPlanRequest& request) {
   return plan;
 }
 
-void settle_offload(const Offload& offload, ParamGroupRequest& request, RankOf where) {
+void place_offloaded(const Offload& offload, ParamGroupRequest& request, RankOf where) {
   check_offload(offload, where);
   if (request.device.is_cpu() && !offload.from_cpu) {
     if (where.rank != 0) return;

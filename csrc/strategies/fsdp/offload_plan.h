@@ -55,6 +55,6 @@ TRIREME_API OffloadPlan make_offload_plan(const OffloadPlanRequest& request);
 
 // Sets in `request` where each of a unit's parameters lies. Does nothing where they are in CPU
 // memory already, and rank 0 warns of that once. Throws what check_offload() throws.
-TRIREME_API void settle_offload(const Offload& offload, ParamGroupRequest& request, RankOf where);
+TRIREME_API void place_offloaded(const Offload& offload, ParamGroupRequest& request, RankOf where);
 
 }  // namespace trireme

@@ -122,7 +122,7 @@ void ShardedModule::Joining::follow(const JoinCall& call) {
       const at::AutoGradMode grad_mode(call.numbers[1] != 0);
       const bool begins = root_.core->is_writing();
       const bool has_parameters = number(0) < root_.groups.size();
-      root_.settle();
+      root_.copy_back_shards();
       root_.core->shadow_forward(has_parameters ? root_.groups[number(0)] : nullptr);
       if (begins) root_.note_members();
       return;

@@ -132,7 +132,7 @@ ShardedModule::ShardedModule(std::shared_ptr<torch::nn::Module> inner, FsdpOptio
       request.gathers_with = options_.gathers_with ? options_.gathers_with : duplicate(*sharers_);
       request.reshards_with = ranks.reshards_with;
     }
-    if (options_.offload) settle_offload(*options_.offload, request, where);
+    if (options_.offload) place_offloaded(*options_.offload, request, where);
     group_ = make_param_group(std::move(request));
   }
   shard();
@@ -247,7 +247,7 @@ void ShardedModule::enter(const std::vector<at::Tensor>& inputs) {
   const bool is_outermost = root.outermost == this;
   root.core->begin_pass(is_outermost);
   const bool begins = root.core->is_writing();
-  if (is_outermost || begins) root.settle();
+  if (is_outermost || begins) root.copy_back_shards();
   root.core->pre_forward({group_, is_outermost}, inputs);
   if (begins) root.note_members();
 }
@@ -496,8 +496,8 @@ void ShardedModule::load(torch::serialize::InputArchive& archive) {
   begin_writing();
   Module::load(archive);
   for (size_t i = 0; i < leaves_.size(); ++i)
-    settle_shard(group_->params()[i], group_->params()[i].spec().name,
-                 options_.communicator->rank_of());
+    copy_back(group_->params()[i], group_->params()[i].spec().name,
+              options_.communicator->rank_of());
 }
 
 void ShardedModule::pretty_print(std::ostream& stream) const { inner_->pretty_print(stream); }

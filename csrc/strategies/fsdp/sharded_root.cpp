@@ -31,7 +31,7 @@ std::vector<ShardedModule*> units_below(const torch::nn::Module& module) {
   return units;
 }
 
-void settle_shard(const ShardedParam& param, const std::string& name, RankOf where) {
+void copy_back(const ShardedParam& param, const std::string& name, RankOf where) {
   if (param.lies_in_store()) return;
   const at::Tensor given = param.sharded().detach().clone();
   param.return_to_store();
@@ -146,18 +146,18 @@ std::shared_ptr<Communicator> ShardedModule::Root::order_agreement() const {
   return twin;
 }
 
-void ShardedModule::Root::settle() {
+void ShardedModule::Root::copy_back_shards() {
   check_members();
   if (!core->is_writing()) return check_writes();
   size_t index = 0;
   for (const auto& group : groups)
     for (const ShardedParam& param : group->params())
-      settle_shard(param, names[index++], core->communicator()->rank_of());
+      copy_back(param, names[index++], core->communicator()->rank_of());
   sample_shards();
 }
 
 void ShardedModule::Root::begin_reading() {
-  settle();
+  copy_back_shards();
   core->begin_reading();
   note_members();
 }

@@ -18,7 +18,7 @@ std::vector<ShardedModule*> units_below(const torch::nn::Module& module);
 // Copies what the user, or torch::load, has put in place of a shard's memory back into the memory
 // that all ranks share; whole parameters are taken, too. Throws ValueError for what does not fit,
 // with the shard as it was.
-void settle_shard(const ShardedParam& param, const std::string& name, RankOf where);
+void copy_back(const ShardedParam& param, const std::string& name, RankOf where);
 
 // All units under the outermost one, and their common state in a step. Made when the outermost unit
 // is first used; collective where units gather that not all of its ranks share.
@@ -32,7 +32,7 @@ class ShardedModule::Root {
 
   // Called before the parameters are read: throws c10::Error for a shard that was written while
   // others may have read it, and for a member of the module that was.
-  void settle();
+  void copy_back_shards();
   // Called after Fsdp has begun to read.
   void note_members();
   void begin_reading();

@@ -100,7 +100,7 @@ UnitReducers::UnitReducers(const Request& request)
     for (size_t k = 0; k < request.groups[i]->params().size(); ++k)
       part.parameters.push_back(parameter++);
   }
-  std::vector<std::shared_ptr<BackwardTrigger>> armings;
+  std::vector<std::shared_ptr<BackwardTrigger>> triggers;
   for (const std::shared_ptr<Part>& part : parts) {
     if (part->groups.empty()) continue;  // units without parameters of their own
     part->all = groups_;
@@ -113,7 +113,7 @@ UnitReducers::UnitReducers(const Request& request)
       alive->read_flags();
       alive->read_unused();
     });
-    armings.push_back(part->trigger);
+    triggers.push_back(part->trigger);
     parts_.push_back(part);
   }
   TORCH_CHECK_NOT_IMPLEMENTED(
@@ -121,7 +121,7 @@ UnitReducers::UnitReducers(const Request& request)
       error_text("fully_shard", "got compression for units on several meshes",
                  request.ranks.front().communicator->rank_of(),
                  "Leave it out, or give all units the mesh of the outermost one."));
-  if (armings.size() > 1) BackwardTrigger::arm_together(armings);
+  if (triggers.size() > 1) BackwardTrigger::arm_together(triggers);
 }
 
 bool UnitReducers::any_synchronizes(const Groups& groups) {

@@ -125,7 +125,7 @@ void ModuleRounds::add_to(CheckpointContent& content, const TrainedModule& train
     check_same_optimizer(trained);
     if (!rounds_->has_anchors()) rounds_->take_anchors();
     parts = door_->parts();
-    rounds_->settle();
+    rounds_->wait_for_fragment();
     put_anchors(*rounds_, parts, content.tensors[kModelTensors]);
     content.tensors[kRoundsTensors] = rounds_to_save(*rounds_, parts);
   });

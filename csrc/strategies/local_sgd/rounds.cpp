@@ -96,7 +96,7 @@ void Rounds::open() {
 
 void Rounds::end() {
   open_.reset();
-  if (failure_.empty()) settle();
+  if (failure_.empty()) wait_for_fragment();
 }
 
 // Workers begin at the same parameters: where they have others, at those of the first worker.
@@ -180,7 +180,7 @@ void Rounds::send(size_t fragment) {
   leaving_ = fragment;
 }
 
-const std::optional<ArrivedFragment>& Rounds::settle() {
+const std::optional<ArrivedFragment>& Rounds::wait_for_fragment() {
   if (leaving_) arrived_ = {*leaving_, average_.finish()};
   leaving_.reset();
   return arrived_;
@@ -189,7 +189,7 @@ const std::optional<ArrivedFragment>& Rounds::settle() {
 // A round that resumes without its fragment has none to apply.
 void Rounds::apply() {
   TRIREME_TRACE("rounds.apply");
-  settle();
+  wait_for_fragment();
   if (arrived_ && arrived_->means) apply_means(*arrived_);
   arrived_.reset();
   state_.step = 0;

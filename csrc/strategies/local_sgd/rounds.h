@@ -108,7 +108,7 @@ class TRIREME_API Rounds {
   // For checkpoints.
   const RoundState& state() const { return state_; }
   // Waits for a fragment on its way, if there is one, and returns it.
-  const std::optional<ArrivedFragment>& settle();
+  const std::optional<ArrivedFragment>& wait_for_fragment();
   // Goes on from there. The anchors are those of the checkpoint.
   void restore(const RoundState& state, std::optional<ArrivedFragment> arrived);
   // Makes the present parameters the anchors.

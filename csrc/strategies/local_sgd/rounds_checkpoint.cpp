@@ -71,7 +71,7 @@ std::map<size_t, KeptOfCode*> kept_codes(Rounds& rounds, bool makes) {
 
 at::Tensor state_tensor(Rounds& rounds) {
   const RoundState& state = rounds.state();
-  const auto& arrived = rounds.settle();
+  const auto& arrived = rounds.wait_for_fragment();
   const int64_t fragment = arrived ? static_cast<int64_t>(arrived->fragment) : -1;
   const int64_t codes = rounds.coder() != nullptr ? rounds.coder()->steps() : 0;
   return at::tensor(
@@ -234,7 +234,7 @@ Tensors rounds_to_save(Rounds& rounds, const std::vector<RoundPart>& parts) {
   for (size_t i = 0; i < own.size(); ++i)
     tensors.push_back(
         part_of(prefix + "parameter:" + parts[own[i]].name, values[i], parts[own[i]]));
-  if (const auto& arrived = rounds.settle(); arrived && arrived->means) {
+  if (const auto& arrived = rounds.wait_for_fragment(); arrived && arrived->means) {
     const std::vector<size_t> sent = rounds.own(rounds.fragments()[arrived->fragment]);
     for (size_t i = 0; i < sent.size(); ++i)
       tensors.push_back(

@@ -28,7 +28,7 @@ uint64_t word_of(const ProgressTable& board) { return static_cast<uint64_t>(*boa
 
 uint64_t BlockLock::done_in(uint64_t holder) { return holder >> kDoneShift; }
 
-bool BlockLock::try_take(BlockLine& line, uint64_t& before) const {
+bool BlockLock::try_acquire(BlockLine& line, uint64_t& before) const {
   before = 0;
   const uint64_t own = word_of(*board_);
   if (line.holder.compare_exchange_strong(before, own, std::memory_order_seq_cst)) return true;
@@ -37,7 +37,7 @@ bool BlockLock::try_take(BlockLine& line, uint64_t& before) const {
          line.holder.compare_exchange_strong(before, own, std::memory_order_seq_cst);
 }
 
-void BlockLock::let_go(BlockLine& line, uint64_t done) const {
+void BlockLock::release(BlockLine& line, uint64_t done) const {
   line.holder.store(done << kDoneShift | word_of(*board_), std::memory_order_seq_cst);
   if (board_->options().mode == Mode::kBsp) line.applied.store(done, std::memory_order_seq_cst);
   line.holder.store(0, std::memory_order_seq_cst);

@@ -19,10 +19,10 @@ class TRIREME_API BlockLock {
 
   // Takes a line that nobody holds, or whose holder has died under kContinue; returns whether it
   // did. `before`: the holder's word that was there; 0 if nobody held the line.
-  bool try_take(BlockLine& line, uint64_t& before) const;
+  bool try_acquire(BlockLine& line, uint64_t& before) const;
   // Releases a line and wakes the workers that wait for it. `done`, which is written before
   // anything else, says what the holder has done; under bsp it is how many clocks are in the block.
-  void let_go(BlockLine& line, uint64_t done) const;
+  void release(BlockLine& line, uint64_t done) const;
   // Waits until the holder has released the line or is gone. `name` names the block in messages.
   void wait_for_holder(BlockLine& line, const WaitContext& context,
                        const std::function<std::string()>& name) const;

@@ -149,10 +149,10 @@ void BoundModule::end_writing() {
     abandon_writing(what_of(error));
     throw;
   }
-  settle_writing();
+  finish_writing();
 }
 
-void BoundModule::settle_writing() {
+void BoundModule::finish_writing() {
   is_writing_ = false;
   show_values();
   meeting_.end();
@@ -161,7 +161,7 @@ void BoundModule::settle_writing() {
 void BoundModule::abandon_writing(const std::string& reason) noexcept {
   if (!is_writing_) return;
   meeting_.fail(reason);
-  settle_writing();
+  finish_writing();
 }
 
 }  // namespace trireme::ps

@@ -72,7 +72,7 @@ class TRIREME_API BoundModule {
   void refuse_joined() const;
   void check_written();
   void show_values();
-  void settle_writing();
+  void finish_writing();
 
   Parts parts_;
   WorkerMeeting meeting_;           // of workers that write

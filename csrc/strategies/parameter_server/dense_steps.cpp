@@ -146,7 +146,7 @@ void DenseSteps::step_now(const std::vector<at::Tensor>& gradients, double scale
     const SegmentDtypes dtypes = {values_[static_cast<size_t>(part.tensor)].scalar_type(),
                                   gradient.scalar_type()};
     step_segment(spec().optimizer, segment, dtypes, {lr, count_step(block), scale});
-    lock().let_go(memory().block(block), 1);
+    lock().release(memory().block(block), 1);
   }
 }
 

@@ -120,7 +120,7 @@ RemoteAnswers DenseTable::ask_others() {
 
 void DenseTable::fill_parameters(const RemoteAnswers& answers) {
   ++session().counts().pulls;
-  session().settle_pushes();
+  session().count_dropped();
   if (bound_) return bound_->begin_reading();
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> parameters;
@@ -139,7 +139,7 @@ void DenseTable::pull() {
 
 NamedTensors DenseTable::read(bool view, const RemoteAnswers& answers) {
   ++session().counts().pulls;
-  session().settle_pushes();
+  session().count_dropped();
   std::vector<at::Tensor> tensors;
   for (size_t i = 0; i < infos_.size(); ++i)
     tensors.push_back(view ? store_->whole(static_cast<int64_t>(i))
@@ -445,7 +445,7 @@ void DenseTable::release_module() {
   if (!bound_) return;
   bound_->abandon_writing("it has closed its server");
   // The parameters get memory of their own, also if a wait throws.
-  const auto let_go = c10::make_scope_exit([this] {
+  const auto release = c10::make_scope_exit([this] {
     bound_->unbind();
     bound_.reset();
   });

@@ -253,7 +253,7 @@ void ParameterServer::load(const std::string& path) {
   together(ranks, [&] {
     if (tables == nullptr) return;
     // Makes one learning rate hold for all workers, into which the checkpoint's is read then.
-    for (const auto& table : tables->tables) table->settle_learning_rate();
+    for (const auto& table : tables->tables) table->adopt_learning_rate();
     load_tables(path, tables->tables, here_.board->where());
   });
   together(ranks, [&] {

@@ -394,7 +394,7 @@ class ProgressTable::LineWatch final : public shm::Watch {
     const std::unique_lock turn(board_.worker_lock_);
     if (board_.look_also_) board_.look_also_(context_);
   }
-  [[noreturn]] void give_up() override {
+  [[noreturn]] void fail() override {
     if (board_.worker_lock_.is_ended_here() && board_.line(board_.own_).is_elsewhere != 0)
       C10_THROW_ERROR(DistBackendError,
                       error_text(kPsArea, context_.text() + ": its server has stopped",

@@ -184,11 +184,11 @@ void RowStore::finish_for_the_dead() const {
 void RowStore::make(const int64_t* ids, int64_t count, int64_t* rows, const WaitContext& context) {
   if (std::find(rows, rows + count, kNone) == rows + count) return;
   uint64_t before = 0;
-  while (!lock_.try_take(index_line_, before)) {
+  while (!lock_.try_acquire(index_line_, before)) {
     lock_.wait_for_holder(index_line_, context,
                           [&] { return "the index of table '" + spec_->name + "'"; });
   }
-  const auto let_go = c10::make_scope_exit([this] { lock_.let_go(index_line_, 1); });
+  const auto release = c10::make_scope_exit([this] { lock_.release(index_line_, 1); });
   if (before != 0) finish_for_the_dead();
   for (int64_t i = 0; i < count; ++i) {
     if (rows[i] != kNone) continue;
@@ -266,7 +266,7 @@ void RowStore::note_torn(int64_t id) const {
   header().torn_ids[torn % RowsHeader::kTornKept].store(id, std::memory_order_relaxed);
 }
 
-void RowStore::take(int64_t row, const WaitContext& context) const {
+void RowStore::acquire(int64_t row, const WaitContext& context) const {
   std::atomic<uint64_t>& word = record(row).word;
   line(*board_->worker()).holding.store(static_cast<uint64_t>(row) + 1, std::memory_order_relaxed);
   uint64_t now = word.load(std::memory_order_relaxed);
@@ -296,7 +296,7 @@ void RowStore::take(int64_t row, const WaitContext& context) const {
   }
 }
 
-void RowStore::let_go(int64_t row) const {
+void RowStore::release(int64_t row) const {
   std::atomic<uint64_t>& word = record(row).word;
   const uint64_t next = version_of(word.load(std::memory_order_relaxed)) + 1;
   word.store(next << RowRecord::kVersionShift | RowRecord::kMade, std::memory_order_seq_cst);
@@ -317,9 +317,9 @@ void RowStore::read(int64_t row, std::byte* to, const WaitContext& context) cons
     std::atomic_thread_fence(std::memory_order_acquire);
     if (((word.load(std::memory_order_relaxed) ^ before) & ~RowRecord::kMade) == 0) return;
   }
-  take(row, context);
+  acquire(row, context);
   std::memcpy(to, from.data, bytes);
-  let_go(row);
+  release(row);
 }
 
 // --- pushes that wait for their clock ------------------------------------------------------------

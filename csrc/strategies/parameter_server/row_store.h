@@ -81,8 +81,8 @@ class TRIREME_API RowStore {
   // Copies the values of a row as one of its steps has left them.
   void read(int64_t row, std::byte* to, const WaitContext& context) const;
   // See [Note: a row is never a mixture of two states].
-  void take(int64_t row, const WaitContext& context) const;
-  void let_go(int64_t row) const;
+  void acquire(int64_t row, const WaitContext& context) const;
+  void release(int64_t row) const;
 
   // Returns a worker's pushes of a clock; at() turns their offsets into addresses.
   PushHalf& half(int64_t worker, uint64_t clock) const { return line(worker).halves[clock & 1]; }

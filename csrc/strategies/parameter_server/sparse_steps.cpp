@@ -49,8 +49,8 @@ void SparseSteps::step_now(const RowSums& pushed, double scale, const WaitContex
   for (int64_t i = 0; i < pushed.size(); ++i) {
     if (i + kAhead < pushed.size()) rows_.fetch_record(found_[static_cast<size_t>(i + kAhead)]);
     const int64_t row = found_[static_cast<size_t>(i)];
-    rows_.take(row, context);
-    const auto let_go = c10::make_scope_exit([&] { rows_.let_go(row); });
+    rows_.acquire(row, context);
+    const auto release = c10::make_scope_exit([&] { rows_.release(row); });
     step_row(row, pushed.row(i), lr, scale);
   }
 }

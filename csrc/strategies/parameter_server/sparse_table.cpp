@@ -167,7 +167,7 @@ void SparseTable::gather_rows(const at::Tensor& ids, bool create, const at::Tens
 
 at::Tensor SparseTable::gather(const at::Tensor& ids, bool create, const Asked& asked) {
   ++session().counts().pulls;
-  session().settle_pushes();
+  session().count_dropped();
   std::vector<int64_t> sizes = ids.sizes().vec();
   sizes.push_back(dim());
   at::Tensor rows = at::empty(sizes, dtype());

@@ -67,7 +67,7 @@ class TRIREME_API Table {
   void prepare_meeting();
   // Forgets this worker's pushes of the open clock (bsp).
   virtual void drop_pushes();
-  void settle_learning_rate() { own_steps().settle_learning_rate(); }
+  void adopt_learning_rate() { own_steps().adopt_learning_rate(); }
   // Applies all committed clocks to the values.
   void bring_to_committed();
   const TableSpec& spec() const { return *spec_; }

@@ -38,7 +38,7 @@ void TableSteps::wait_for_holder(int64_t block, const WaitContext& context) cons
 void TableSteps::take_block(int64_t block, const WaitContext& context) {
   BlockLine& line = memory_.block(block);
   uint64_t before = 0;
-  while (!lock_.try_take(line, before)) wait_for_holder(block, context);
+  while (!lock_.try_acquire(line, before)) wait_for_holder(block, context);
   if (before != 0 && BlockLock::done_in(before) == 0)
     line.torn.fetch_add(1, std::memory_order_relaxed);
 }
@@ -96,7 +96,7 @@ int64_t TableSteps::claim(uint64_t clock) {
 bool TableSteps::try_apply(int64_t block, const ClockStep& step) {
   BlockLine& line = memory_.block(block);
   uint64_t before = 0;
-  if (!lock_.try_take(line, before)) return false;
+  if (!lock_.try_acquire(line, before)) return false;
   const uint64_t done = BlockLock::done_in(before);
   const uint64_t applied = line.applied.load(std::memory_order_acquire);
   const bool is_behind = applied == step.clock;
@@ -105,7 +105,7 @@ bool TableSteps::try_apply(int64_t block, const ClockStep& step) {
   } else if (is_behind && done != step.clock + 1) {
     step_block(block, step);
   }
-  lock_.let_go(line, is_behind ? step.clock + 1 : applied);
+  lock_.release(line, is_behind ? step.clock + 1 : applied);
   return true;
 }
 
@@ -169,7 +169,7 @@ double TableSteps::learning_rate_now() const {
              : learning_rate_of(spec_->optimizer);
 }
 
-void TableSteps::settle_learning_rate() {
+void TableSteps::adopt_learning_rate() {
   double lr = learning_rate_now();
   uint64_t since = 0;
   for (int64_t worker = 0; worker < board_->workers(); ++worker) {

@@ -67,7 +67,7 @@ class TRIREME_API TableSteps {
   void set_learning_rate(double lr, const WaitContext& context);
 
   // Makes the latest learning rate that workers have published the rate of all.
-  void settle_learning_rate();
+  void adopt_learning_rate();
   // Returns the rate of all, in the table's memory: an fp64 scalar.
   at::Tensor learning_rate() const;
   // Forgets the rate that this worker has set: the rate of all holds.

@@ -18,19 +18,19 @@ constexpr int kLooksForLock = 200;
 
 }  // namespace
 
-bool WorkerLock::try_take() {
+bool WorkerLock::try_acquire() {
   std::thread::id nobody;
   return owner_.compare_exchange_strong(nobody, std::this_thread::get_id(),
                                         std::memory_order_seq_cst);
 }
 
-void WorkerLock::take(bool hears_signals) {
-  if (!is_mine() && !try_take()) wait(hears_signals);
+void WorkerLock::acquire(bool hears_signals) {
+  if (!is_mine() && !try_acquire()) wait(hears_signals);
   ++depth_;
 }
 
 void WorkerLock::wait(bool hears_signals) {
-  const auto look = [this] { return try_take(); };
+  const auto look = [this] { return try_acquire(); };
   if (shm::spin(kLooksForLock, look)) return;
   shm::LookTimer signals;
   shm::FutexWait(futex_).until(look, [&] {
@@ -39,13 +39,13 @@ void WorkerLock::wait(bool hears_signals) {
   });
 }
 
-void WorkerLock::let_go() noexcept {
+void WorkerLock::release() noexcept {
   owner_.store(std::thread::id(), std::memory_order_seq_cst);
   shm::ring(futex_);
 }
 
 void WorkerLock::unlock() noexcept {
-  if (--depth_ == 0) let_go();
+  if (--depth_ == 0) release();
 }
 
 bool WorkerLock::is_ended_here() const {
@@ -64,12 +64,12 @@ void WorkerLock::check_not_ended(const std::function<std::string()>& text, RankO
 WorkerLock::Gap::Gap(WorkerLock& lock) : lock_(lock) {
   if (!lock_.is_mine()) return;
   depth_ = std::exchange(lock_.depth_, 0);
-  lock_.let_go();
+  lock_.release();
 }
 
 WorkerLock::Gap::~Gap() {
   if (depth_ == 0) return;
-  lock_.take(false);
+  lock_.acquire(false);
   lock_.depth_ = depth_;
 }
 

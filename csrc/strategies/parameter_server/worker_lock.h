@@ -32,7 +32,7 @@ namespace trireme::ps {
 class TRIREME_API WorkerLock {
  public:
   // Throws what a signal handler raises while it waits for other threads.
-  void lock() { take(true); }
+  void lock() { acquire(true); }
   void unlock() noexcept;
 
   // Ends all other threads' waits for other workers, since this one is about to leave. Any thread
@@ -48,7 +48,7 @@ class TRIREME_API WorkerLock {
   // Holds the lock as long as it lives, and handles no signal while it waits for it.
   class Kept {
    public:
-    explicit Kept(WorkerLock& lock) : lock_(lock) { lock_.take(false); }
+    explicit Kept(WorkerLock& lock) : lock_(lock) { lock_.acquire(false); }
     ~Kept() { lock_.unlock(); }
     Kept(const Kept&) = delete;
     Kept& operator=(const Kept&) = delete;
@@ -73,10 +73,10 @@ class TRIREME_API WorkerLock {
   bool is_mine() const {
     return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id();
   }
-  bool try_take();
-  void take(bool hears_signals);
+  bool try_acquire();
+  void acquire(bool hears_signals);
   void wait(bool hears_signals);
-  void let_go() noexcept;
+  void release() noexcept;
 
   std::atomic<std::thread::id> owner_{};
   int64_t depth_ = 0;  // how often the owner has taken the lock

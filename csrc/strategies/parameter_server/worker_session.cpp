@@ -53,18 +53,18 @@ std::unique_lock<WorkerLock> WorkerSession::enter_open(std::string_view verb) co
   return turn;
 }
 
-void WorkerSession::settle_pushes() {
-  while (!unsettled_.empty() && board_->committed() > unsettled_.front().clock) {
-    const ClockPushes& first = unsettled_.front();
+void WorkerSession::count_dropped() {
+  while (!undecided_.empty() && board_->committed() > undecided_.front().clock) {
+    const ClockPushes& first = undecided_.front();
     if (!board_->takes(*board_->worker(), first.clock)) counts_.dropped += first.pushes;
-    unsettled_.pop_front();
+    undecided_.pop_front();
   }
 }
 
 bool WorkerSession::count_push() {
   ++counts_.pushes;
   if (board_->options().backup == 0) return true;
-  settle_pushes();
+  count_dropped();
   if (board_->committed() > board_->clock()) {
     ++counts_.dropped;
     return false;
@@ -80,16 +80,16 @@ void WorkerSession::move_clock() {
     board_->commit_clocks();
     return;
   }
-  settle_pushes();
+  count_dropped();
   const int64_t pushes = std::exchange(open_pushes_, 0);
   if (board_->committed() > clock) {
     counts_.dropped += pushes;
     board_->set_clock(board_->committed());
   } else {
-    unsettled_.push_back({clock, pushes});
+    undecided_.push_back({clock, pushes});
     board_->set_clock(clock + 1);
     board_->commit_clocks();
-    settle_pushes();
+    count_dropped();
     if (board_->committed() > clock + 1) board_->set_clock(board_->committed());
   }
   board_->commit_clocks();

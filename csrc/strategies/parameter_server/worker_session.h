@@ -23,7 +23,7 @@ struct WorkerCounts {
 };
 
 // Checks what this rank may do, and knows which of its pushes were taken. All tables of a server
-// share it. A thread that counts, moves or settles has the worker's lock.
+// share it. A thread that counts or moves has the worker's lock.
 class TRIREME_API WorkerSession {
  public:
   explicit WorkerSession(std::shared_ptr<ProgressTable> board);
@@ -54,7 +54,7 @@ class TRIREME_API WorkerSession {
   // Moves the clock: by one, or, if it was committed without this worker, to the present one.
   void move_clock();
   // Finds out which clocks were committed without this worker, and counts their pushes as dropped.
-  void settle_pushes();
+  void count_dropped();
 
  private:
   std::shared_ptr<ProgressTable> board_;
@@ -68,7 +68,7 @@ class TRIREME_API WorkerSession {
     int64_t pushes;
   };
   int64_t open_pushes_ = 0;
-  std::deque<ClockPushes> unsettled_;
+  std::deque<ClockPushes> undecided_;
 };
 
 }  // namespace trireme::ps

@@ -89,7 +89,7 @@ void save_together(const WorkerTables& tables, const std::function<void()>& work
     }
   };
   plan.work = [&] {
-    for (const auto& table : tables.tables) table->settle_learning_rate();
+    for (const auto& table : tables.tables) table->adopt_learning_rate();
     work();
   };
   tables.meeting->hold(plan);

@@ -38,9 +38,9 @@ void RefExchange::check_session(const RefAddress& address) const {
       error_text("remote", "got a Ref of an earlier start()", where_, "Make Refs after start()."));
 }
 
-Ref::LetGo RefExchange::letter() {
+Ref::Release RefExchange::releaser() {
   return [exchange = weak_from_this()](const RefAddress& address) {
-    if (const auto alive = exchange.lock()) alive->let_go(address);
+    if (const auto alive = exchange.lock()) alive->release(address);
   };
 }
 
@@ -51,13 +51,13 @@ RefPtr RefExchange::adopt(const RefAddress& address) {
         table_.hold(address.number, where_.rank),
         error_text("remote", "got a Ref of a dead object of class " + address.class_name, where_,
                    "Keep a Ref as long as others use the object."));
-  return std::make_shared<const Ref>(address, letter());
+  return std::make_shared<const Ref>(address, releaser());
 }
 
 RefPtr RefExchange::show(std::shared_ptr<Hosted> object, const std::string& class_name) {
   const int64_t number = table_.add(std::move(object), class_name, where_.rank);
   return std::make_shared<const Ref>(RefAddress{where_.rank, own_session(), number, class_name},
-                                     letter());
+                                     releaser());
 }
 
 std::shared_ptr<Hosted> RefExchange::find(const RefAddress& address) const {
@@ -65,7 +65,7 @@ std::shared_ptr<Hosted> RefExchange::find(const RefAddress& address) const {
   return table_.find(address.number).object;
 }
 
-void RefExchange::let_go(const RefAddress& address) noexcept {
+void RefExchange::release(const RefAddress& address) noexcept {
   if (is_in_child()) return;
   try {
     deferred_->add([exchange = weak_from_this(), address] {

@@ -47,9 +47,9 @@ class TRIREME_API RefExchange : public std::enable_shared_from_this<RefExchange>
   void forget(int64_t rank);
 
  private:
-  Ref::LetGo letter();
+  Ref::Release releaser();
   void check_session(const RefAddress& address) const;
-  void let_go(const RefAddress& address) noexcept;
+  void release(const RefAddress& address) noexcept;
   bool tell_count(const RefAddress& address, int64_t holder, int64_t change) noexcept;
   bool tell_drop(const RefAddress& session, int64_t forward) noexcept;
   void clean_later();

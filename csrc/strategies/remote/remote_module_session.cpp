@@ -32,7 +32,7 @@ const T& field(const CallMessage& call, size_t place) {
 }
 
 // An alias of a saved parameter, which keeps the parameter's old memory.
-class PackedParameter final : public PackedTensor {
+class PackedParameter final : public PackedSavedTensor {
  public:
   explicit PackedParameter(const at::Tensor& parameter) : alias_(parameter.variable_data()) {}
   at::Tensor unpack() override { return alias_; }
@@ -41,13 +41,13 @@ class PackedParameter final : public PackedTensor {
   at::Tensor alias_;
 };
 
-class ParameterPacker final : public TensorPacker {
+class ParameterPacker final : public SavedTensorPacker {
  public:
   explicit ParameterPacker(const ModuleBody::Named& parameters) {
     for (const auto& [name, parameter] : parameters)
       parameters_.insert(parameter.unsafeGetTensorImpl());
   }
-  c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& tensor) override {
+  c10::intrusive_ptr<PackedSavedTensor> pack(const at::Tensor& tensor) override {
     if (parameters_.contains(tensor.unsafeGetTensorImpl()))
       return c10::make_intrusive<PackedParameter>(tensor);
     return c10::make_intrusive<KeptTensor>(tensor);

@@ -66,7 +66,7 @@ bool ShardDelivery::has_unseen(size_t index) const {
 }
 
 void ShardDelivery::before_backward() {
-  settle_sums();
+  finalize_sums();
   for (size_t i = 0; i < set_aside_.size(); ++i) set_aside(i);
 }
 
@@ -146,12 +146,12 @@ void ShardDelivery::keep_own_gradients() {
 void ShardDelivery::visit_sums(const SumVisitor& visit) {
   const auto lock = trigger_->lock();
   if (!std::exchange(has_sums_, false)) return;
-  transport_->hand_out([&](const SumPiece& sums) {
+  transport_->visit_sums([&](const SumPiece& sums) {
     if (summed_[static_cast<size_t>(sums.parameter)]) visit(sums);
   });
 }
 
-void ShardDelivery::settle_sums() {
+void ShardDelivery::finalize_sums() {
   const auto lock = trigger_->lock();
   if (!std::exchange(has_sums_, false)) return;
   defers_ = false;

@@ -37,7 +37,7 @@ class TRIREME_API ShardDelivery final : public GradDelivery {
   // Makes these sums, once; `visit` sees those of summed() parameters. May wait for other ranks.
   void visit_sums(const SumVisitor& visit);
   // Makes these sums as .grad, as if they had not been deferred. Does nothing if there are none.
-  void settle_sums();
+  void finalize_sums();
   // Makes the parts of each .grad that other ranks own zeros again, if they were written to.
   void keep_own_gradients();
   // Drops what was reduced but is not in .grad, because its sum was deferred, or a backward

@@ -318,7 +318,7 @@ bool Zero::begin_step(const ZeroStep& step) {
   if (delivered_) delivered_->clear();
   const at::NoGradGuard no_grad;
   agree_on_moved(flags, Moved::kSameValues);
-  settle_storages();
+  copy_back();
   steps_ = flags.found_inf == 0;
   for (size_t i = 0; steps_ && i < parameters_.size(); ++i) {
     shards_[i].mutable_grad() = has_fit_gradient(i) ? own_gradient(i) : at::Tensor();
@@ -397,7 +397,7 @@ void Zero::gather_shards() {
 // Copies parameters that the user put elsewhere (load_state_dict(assign=True), p.data =) back to
 // their places. Autograd forgets the node of a parameter that was cast or set_(), as torch::load
 // does, and with it the hook that brings gradients here.
-void Zero::settle_storages() {
+void Zero::copy_back() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (!is_moved(i)) continue;
     at::Tensor& parameter = parameters_[i];
@@ -418,7 +418,7 @@ GradNormPart Zero::gradients(const std::vector<int64_t>& parameters) const {
   GradNormPart part;
   part.device = infos_.front().device;
   if (reducer_) {
-    delivery_->settle_sums();
+    delivery_->finalize_sums();
     part.sharded_over = communicator_;
   }
   for (const int64_t parameter : parameters) {

@@ -200,7 +200,7 @@ class TRIREME_API Zero {
   void move_into_store();
   void make_shards();
   void gather_shards();
-  void settle_storages();
+  void copy_back();
   enum class Moved { kSameValues, kAnyValues };
   void agree_on_moved(const Flags& flags, Moved expected);
   bool has_own_memory(size_t parameter) const;

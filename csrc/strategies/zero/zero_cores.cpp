@@ -120,17 +120,17 @@ void ZeroCores::shard(NamedParameters parameters) {
   BackwardTrigger::arm_together(triggers);
 }
 
-void ZeroCores::settle() {
+void ZeroCores::commit() {
   std::unordered_set<std::shared_ptr<ZeroCores>> others;
   for (const Claimed& one : std::exchange(claimed_, {}))
     if (auto before = one.before.lock()) others.insert(std::move(before));
-  settled_ = cores_.size();
+  committed_ = cores_.size();
   for (const auto& other : others) other->retire();
 }
 
 void ZeroCores::undo() {
   give_back();
-  for (; cores_.size() > settled_; cores_.pop_back()) {
+  for (; cores_.size() > committed_; cores_.pop_back()) {
     if (!cores_.back()->shares_parameters()) continue;
     // What steps them now knows of no other rank.
     for (const at::Tensor& parameter : cores_.back()->parameters())

@@ -19,7 +19,7 @@ namespace trireme {
 //
 // A parameter belongs to one optimizer, since two would both write it. An optimizer that is made
 // over all parameters of another, or gets them by add_param_group(), takes over: the other one is
-// retired. Parameters come in three steps, claim(), shard() and settle(); until the last one
+// retired. Parameters come in three steps, claim(), shard() and commit(); until the last one
 // undo() brings back what was before. Made by std::make_shared.
 class TRIREME_API ZeroCores final : public std::enable_shared_from_this<ZeroCores> {
  public:
@@ -39,8 +39,8 @@ class TRIREME_API ZeroCores final : public std::enable_shared_from_this<ZeroCore
   // Shards what was claimed. Collective. Arms all cores together.
   void shard(NamedParameters parameters);
   // Retires the optimizers that had the parameters before.
-  void settle();
-  // Gives back what was claimed since settle(), and drops its core: parameters that lay in the
+  void commit();
+  // Gives back what was claimed since commit(), and drops its core: parameters that lay in the
   // memory of the host get copies of their own. Does nothing if nothing was.
   void undo();
 
@@ -84,8 +84,8 @@ class TRIREME_API ZeroCores final : public std::enable_shared_from_this<ZeroCore
   ZeroOptions options_;
   std::function<void()> retired_;
   std::vector<std::shared_ptr<Zero>> cores_;
-  std::vector<Claimed> claimed_;  // since settle()
-  size_t settled_ = 0;            // cores
+  std::vector<Claimed> claimed_;  // since commit()
+  size_t committed_ = 0;          // cores
   bool is_retired_ = false;
 };
 

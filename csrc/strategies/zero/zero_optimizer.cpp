@@ -57,7 +57,7 @@ ZeroOptimizer::ZeroOptimizer(ZeroParameters parameters, Setup setup)
     : Optimizer(parameters.groups, std::move(setup.defaults)),
       communicator_(std::move(setup.communicator)),
       options_(setup.options),
-      cores_(std::make_shared<ZeroCores>(communicator_, options_, [this] { let_go(); })),
+      cores_(std::make_shared<ZeroCores>(communicator_, options_, [this] { drop_shards(); })),
       count_step_(std::move(setup.count_step)) {
   if (options_.fused_step && (options_.stage != 2 || count_step_ == nullptr)) {
     const std::string what = count_step_ == nullptr
@@ -91,7 +91,7 @@ void ZeroOptimizer::add(NamedParameters parameters, const std::function<void()>&
     cores_->undo();
     throw;
   }
-  cores_->settle();
+  cores_->commit();
 }
 
 // Makes something on all ranks or on none: a rank that cannot raises its own error, the others one
@@ -107,7 +107,7 @@ void ZeroOptimizer::make_together(const std::function<void()>& make) {
 }
 
 // Drops the shards, whose parameters another optimizer has.
-void ZeroOptimizer::let_go() {
+void ZeroOptimizer::drop_shards() {
   for (OptimizerParamGroup& group : local_->param_groups()) group.params().clear();
   local_->state().clear();
 }

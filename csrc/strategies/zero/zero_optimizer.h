@@ -172,7 +172,7 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer,
   void check_groups() const;
   void set_synchronize(bool synchronize);
   void step_sums();
-  void let_go();
+  void drop_shards();
   void or_abandon(const std::function<void()>& call);
   std::vector<GradNormPart> parts_of_gradients() const;
   [[noreturn]] void refuse(const std::string& got, const std::string& next_step) const;

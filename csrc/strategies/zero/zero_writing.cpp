@@ -99,8 +99,8 @@ void Zero::begin_writing() {
   agree_on_moved(flags, writing_ ? Moved::kAnyValues : Moved::kSameValues);
   if (flags.moved_parameter >= 0) {  // also where an exception ends the writing
     samples_.clear();
-    settle_storages();
-    communicator_->barrier("step gate: settled").wait();
+    copy_back();
+    communicator_->barrier("step gate: copied back").wait();
     take_samples();
   }
   writing_ = true;
@@ -123,10 +123,10 @@ void Zero::end_writing() {
   writing_ = false;
   samples_.clear();
   agree_on_moved(flags, Moved::kAnyValues);
-  settle_storages();
+  copy_back();
   if (!store_) gather_shards();
   snapshot_versions();
-  communicator_->barrier("step gate: settled").wait();
+  communicator_->barrier("step gate: copied back").wait();
   take_samples();
 }
 
@@ -137,7 +137,7 @@ void Zero::begin_writing_shards() {
   refuse(flags);
   samples_.clear();
   agree_on_moved(flags, Moved::kAnyValues);
-  settle_storages();
+  copy_back();
 }
 
 void Zero::end_writing_shards() {

@@ -87,12 +87,12 @@ class FsdpRoot:
                 if (root := held()) is not None:
                     root.deliver(indices, parts)
 
-            self.core.hand_out_gradients(deliver)
+            self.core.set_gradient_callback(deliver)
         for part in unit.all:
             part.is_root = True
         for inner in units:
             inner.root = self
-            inner.settle_reshard()
+            inner.follow_reshard()
         self._layer_watch = LayerWatch(module, by_identity=False)
         self._plain = list(_plain_parameters(module).values())
         self.follow_gathers()
@@ -142,12 +142,12 @@ class FsdpRoot:
         for index, part in zip(indices, parts, strict=True):
             self.params[index].receive(part)
 
-    def settle(self, casts_wait: bool = False) -> None:
+    def copy_back(self, casts_wait: bool = False) -> None:
         if self.core is not None and self.core.is_writing:
-            unsettled = [unit for unit in self.units if not unit.is_settled]
-            check_data((unit.group, unit.params) for unit in unsettled if unit.group is not None)
-            for unit in unsettled:
-                unit.settle(casts_wait)
+            moved = [unit for unit in self.units if not unit.is_in_place]
+            check_data((unit.group, unit.params) for unit in moved if unit.group is not None)
+            for unit in moved:
+                unit.copy_back(casts_wait)
 
     def begin_writing(self) -> None:
         """Waits until no rank reads. Every rank must come."""
@@ -158,7 +158,7 @@ class FsdpRoot:
         """begin_writing() where some ranks may have read since they wrote and others have not: all
         take one turn of reading."""
         if self.core is not None:
-            self.settle(casts_wait=True)
+            self.copy_back(casts_wait=True)
             self.core.begin_reading()
             self.core.begin_writing()
 

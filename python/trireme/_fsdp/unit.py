@@ -205,7 +205,7 @@ class FsdpUnit:
         for param, whole in zip(self.params, self.group.unsharded(), strict=True):
             assert param.sharded is not None
             param.compute_with(whole, requires_grad=param.sharded.requires_grad)
-        self._place()  # settle() brings the values
+        self._place()  # copy_back() brings the values
 
     # around forward; torch.compiler.disable would import the compiler along with us
 
@@ -225,7 +225,7 @@ class FsdpUnit:
             self._await_post_optim_event()
         if root.core is not None:
             if root.core.is_writing:
-                root.settle()
+                root.copy_back()
             inputs = self._inputs_of(args, kwargs)
             for part in self.all:
                 root.core.pre_forward(part.group, self.is_root and part is self, inputs)
@@ -299,7 +299,7 @@ class FsdpUnit:
         assert self.root is not None
         return self.root
 
-    def settle_reshard(self) -> None:
+    def follow_reshard(self) -> None:
         """Says to the core whether to reshard after forward."""
         if self.group is not None:
             default = not (self.is_root and self.mesh.gathers)
@@ -312,16 +312,16 @@ class FsdpUnit:
             self.group.reshard_to_all()
         self.reshards_among = 0
         self.reshard_after_forward = reshard
-        self.settle_reshard()
+        self.follow_reshard()
 
     def unshard(self) -> None:
         if self.root is not None and self.root.core is not None:
-            self.root.settle()
+            self.root.copy_back()
             self.root.core.begin_reading()
             if self.group is not None:
                 self.root.core.unshard(self.group)
         elif self.group is not None:  # no forward yet, so no gate
-            self.settle()
+            self.copy_back()
             self.group.share_writes()
             self.group.unshard()
             self.group.show_unsharded()
@@ -330,7 +330,7 @@ class FsdpUnit:
         """For who reads parameters later, and calls ``unshard()`` or a forward first."""
         if self.root is None or self.root.core is None or self.group is None:
             return
-        self.root.settle()
+        self.root.copy_back()
         self.root.core.begin_reading()
         self.root.core.begin_unshard(self.group)
 
@@ -368,14 +368,14 @@ class FsdpUnit:
             self.group.show_sharded()
 
     @property
-    def is_settled(self) -> bool:
+    def is_in_place(self) -> bool:
         """Whether modules hold what the ranks share."""
-        return self.group is None or self.group.is_settled
+        return self.group is None or self.group.is_in_place
 
-    def settle(self, casts_wait: bool = False) -> None:
+    def copy_back(self, casts_wait: bool = False) -> None:
         """What the user has replaced comes back into the memory that all ranks share. With
         ``casts_wait`` a unit that has been cast stays as it is: it may be cast back."""
-        if self.group is None or self.is_settled:
+        if self.group is None or self.is_in_place:
             return
         if casts_wait and any(is_cast(param) for param in self.params):
             return

@@ -186,7 +186,7 @@ def _end_run(error: BaseException | None) -> None:
     if run is None:
         return
     if failing:
-        _C.give_up_saves(f"{type(error).__name__}: {error}")
+        _C.abort_saves(f"{type(error).__name__}: {error}")
     _C.finish_saves()
     if dist.is_initialized() and _default_group() is run.group:
         if failing:

@@ -238,7 +238,7 @@ def _refuse_tables(model: nn.Module, asynchronous: bool, ranks: Ranks) -> None:
 def end_saves(error: str) -> None:
     """Waits for saves in flight at the end of a run, or gives them up if ``error`` ends it."""
     if error:
-        _C.give_up_saves(error)
+        _C.abort_saves(error)
     _C.finish_saves()
 
 

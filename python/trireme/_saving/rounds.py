@@ -43,7 +43,7 @@ def add_rounds(
         if not held.core.has_anchors():
             held.core.take_anchors()
         parts = _PartsOfRounds(held, ranks)
-    held.core.settle()
+    held.core.wait_for_fragment()
     tensors = content.tensors.setdefault(KIND, [])
     with ranks.together():
         content.tensors[MODEL] = _C.anchors_to_save(held.core, parts.core, content.tensors[MODEL])

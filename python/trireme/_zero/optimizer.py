@@ -158,7 +158,7 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         self._zero_cores = ZeroCores(
             communicator=self._communicator,
             options=self._options,
-            retired=lambda: _let_go(alive()),
+            retired=lambda: _drop_shards(alive()),
         )
         note_optimizer(self._zero_cores, self)
         if self.compression is not None:
@@ -216,7 +216,7 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
             self._zero_cores.undo()
             self._note_places()
             raise
-        self._zero_cores.settle()
+        self._zero_cores.commit()
 
     def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """``group`` for this rank's optimizer: of its parameters the shards that it owns."""
@@ -434,7 +434,7 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         return self.process_group
 
 
-def _let_go(optimizer: ZeroRedundancyOptimizer | None) -> None:
+def _drop_shards(optimizer: ZeroRedundancyOptimizer | None) -> None:
     """Drops the shards, whose parameters another one has; what was consolidated stays."""
     if optimizer is None:
         return

@@ -263,7 +263,7 @@ class Engine:
             HorovodInternalError: a rank is gone, or has not come within the group's timeout; or
                 optimizers reduce gradients over Gloo, which does not go on after a failure.
         """
-        self.gradients.give_up(f"rank {self.rank} begins again")
+        self.gradients.abort(f"rank {self.rank} begins again")
         self.run(Named(BEGIN_AGAIN, BEGIN_AGAIN, ALL_RANKS), lambda _: None)
         self.gradients.begin_again()
 

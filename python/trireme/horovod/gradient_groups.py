@@ -62,7 +62,7 @@ class GradientGroups:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
 
-    def give_up(self, why: str) -> None:
+    def abort(self, why: str) -> None:
         """Lets backwards of other ranks raise that wait for one of this rank."""
         for set_id in self._users:
             self._communicators[set_id].announce_failure(why)

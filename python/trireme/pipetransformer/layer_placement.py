@@ -72,7 +72,7 @@ class LayerPlacement:
             if came is not None:
                 self._take_state(layer, came)
             elif not self.has(number):
-                self._let_go(layer, holders[number])
+                self._free(layer, holders[number])
 
     def _state_of(self, layer: nn.Module) -> tuple[list[tuple[str, Tensor]], str]:
         tensors: list[tuple[str, Tensor]] = []
@@ -99,7 +99,7 @@ class LayerPlacement:
             if state:
                 self._optimizer.state[parameter] = state
 
-    def _let_go(self, layer: nn.Module, holders: Sequence[int]) -> None:
+    def _free(self, layer: nn.Module, holders: Sequence[int]) -> None:
         for parameter in layer.parameters():
             parameter.grad = None
             self._optimizer.state.pop(parameter, None)

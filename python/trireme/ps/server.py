@@ -218,7 +218,7 @@ class ParameterServer:
         try:
             self._core.leave()
         finally:  # what a signal handler raises ends no more than a wait
-            self._let_go()
+            self._release_modules()
 
     def close(self, error: str = "") -> None:
         """Leaves, for good. ``error`` is what has ended this worker: then the others raise. Not
@@ -227,11 +227,11 @@ class ParameterServer:
         try:
             self._core.close(error)
         finally:
-            self._let_go()
+            self._release_modules()
 
-    def _let_go(self) -> None:
+    def _release_modules(self) -> None:
         for table in self._tables.values():
-            table.let_go()
+            table.release_module()
 
     def __enter__(self) -> ParameterServer:
         return self

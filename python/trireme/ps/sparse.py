@@ -179,7 +179,7 @@ class SparseTable:
     def expect_buffers(self) -> None:
         return None
 
-    def let_go(self) -> None:
+    def release_module(self) -> None:
         return None
 
 

@@ -260,7 +260,7 @@ class DenseTable:
                 kind=RuntimeError,
             )
 
-    def let_go(self) -> None:
+    def release_module(self) -> None:
         """Takes what it knows of the module from it."""
         for handle in self._guards:
             handle.remove()

@@ -216,7 +216,7 @@ TEST_CASE("what is more than a plain tensor is kept") {
 TEST_CASE("memory is written once for all tensors that show it, and anew when it was changed") {
   const TemporaryFolder folder;
   const auto packer = make_offload_packer({folder.path});
-  std::vector<c10::intrusive_ptr<PackedTensor>> held;
+  std::vector<c10::intrusive_ptr<PackedSavedTensor>> held;
   const auto written_for = [&](const Tensor& tensor) {
     const int64_t before = offloaded_bytes().written;
     held.push_back(packer->pack(tensor));

@@ -124,7 +124,7 @@ TEST_CASE("What waits for too long is given up, and its name is free", "[name_bo
   say(book, 0, allreduce("a"));
   say(book, 2, allreduce("a"));
   say(book, 1, allreduce("b"));
-  const auto decided = book.give_up(book.waiting()[0], "too long");
+  const auto decided = book.fail(book.waiting()[0], "too long");
   REQUIRE(decided.size() == 1);
   CHECK(decided[0].ranks == std::vector<int64_t>{0, 2});
   CHECK(decided[0].agreed.error == "too long");
@@ -176,8 +176,8 @@ TEST_CASE("Ranks that have joined hear of one that begins again", "[name_book]")
   CHECK(decided[0].agreed.error == "rank 1 begins again");
   CHECK(decided[0].ranks == std::vector<int64_t>{0});
   CHECK(book.waiting()[0].missing == std::vector<int64_t>{0});
-  const auto given_up = book.give_up(book.waiting()[0], "waited");
-  CHECK(given_up[0].ranks == std::vector<int64_t>{1});
+  const auto failed = book.fail(book.waiting()[0], "waited");
+  CHECK(failed[0].ranks == std::vector<int64_t>{1});
   CHECK(say(book, 0, allreduce("a")).empty());  // nobody begins again any more
   CHECK(say(book, 1, allreduce("a"))[0].agreed.error.empty());
 }

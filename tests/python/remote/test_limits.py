@@ -35,7 +35,7 @@ def hold(tensor: Tensor) -> None:
 
 
 @remote.function
-def let_go() -> None:
+def release() -> None:
     held.clear()
 
 
@@ -141,7 +141,7 @@ def test_a_caller_without_files_hears_its_callee(rank: int) -> None:
         for _ in range(40):  # there may be slots
             remote.call("p1", hold, torch.ones(3 * LARGE))
     assert remote.call("p1", add, 1, 2) == 3
-    remote.call("p1", let_go)
+    remote.call("p1", release)
     give_files_back()
     assert remote.call("p1", echo, torch.ones(3 * LARGE)).all()
 

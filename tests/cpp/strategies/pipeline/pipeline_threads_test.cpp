@@ -377,9 +377,9 @@ TEST_CASE("a call during another one is refused over ranks, and within one threa
 }
 
 // Counts what it packs.
-class CountingPacker final : public TensorPacker {
+class CountingPacker final : public SavedTensorPacker {
  public:
-  c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& tensor) override {
+  c10::intrusive_ptr<PackedSavedTensor> pack(const at::Tensor& tensor) override {
     ++packed;
     return c10::make_intrusive<KeptTensor>(tensor);
   }
