@@ -28,7 +28,7 @@ void check(bool is_true) {
 }
 
 RefPtr adopt(const RefAddress& address) {
-  return std::make_shared<const Ref>(address, Ref::LetGo());
+  return std::make_shared<const Ref>(address, Ref::Release());
 }
 
 RefAddress address_of(const Ref& ref) { return ref.address(); }
