@@ -108,7 +108,7 @@ AgreedOperation read_agreed(const std::string& text) {
 
 // Entries of the log that no rank issues. The payload of a set is its ranks.
 constexpr const char* kDefineSet = "define set";
-constexpr const char* kGiveUp = "give up";
+constexpr const char* kFail = "fail";
 
 std::string text_of_ranks(const std::vector<int64_t>& ranks) {
   std::string text;
@@ -401,7 +401,7 @@ void NamedOrder::watch_waiting() {
 
 void NamedOrder::fail(const NameBook::Waiting& waiting, const std::string& why) {
   if (log_) {
-    append({waiting.operation.name, waiting.operation.set, kGiveUp, {}, why, false});
+    append({waiting.operation.name, waiting.operation.set, kFail, {}, why, false});
   } else {
     tell(book_->fail(waiting, why));
   }
@@ -453,7 +453,7 @@ void NamedOrder::take_in(int64_t from, const std::string& text) {
   NamedOperation said = read_operation(reader);
   if (said.kind == kDefineSet) {
     tell(book_->define_set(said.set, read_ranks(said.payload)));
-  } else if (said.kind == kGiveUp) {
+  } else if (said.kind == kFail) {
     fail_as_said(said);
   } else {
     tell(book_->announce(from, std::move(said), NameBook::Clock::now()));

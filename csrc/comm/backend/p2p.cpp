@@ -2,13 +2,13 @@
 
 #include <trireme/comm/backend/arguments.h>
 #include <trireme/comm/backend/torch_compat.h>
+#include <trireme/comm/backend/work_future.h>
 #include <trireme/comm/shm_tensors.h>
 #include <trireme/comm/translate_faults.h>
 #include <trireme/common/duration.h>
 #include <trireme/common/error.h>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/core/jit_type.h>
 
 #include <exception>
 #include <optional>
@@ -85,9 +85,8 @@ class P2pWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     const std::lock_guard<std::mutex> lock(future_mutex_);
     if (!future_) {
-      future_ =
-          c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-      if (Work::isCompleted()) complete_future(*future_);
+      future_ = make_work_future();
+      if (Work::isCompleted()) complete_future(*future_, exception(), result());
     }
     return future_;
   }
@@ -113,14 +112,8 @@ class P2pWork final : public c10d::Work {
       const std::lock_guard<std::mutex> lock(future_mutex_);
       future = future_;
     }
-    if (future) complete_future(*future);
+    if (future) complete_future(*future, exception(), result());
     if (!error) hooks_->completed({key_, opType_, sequence_, posted_, finished});
-  }
-
-  void complete_future(c10::ivalue::Future& future) {
-    if (future.completed()) return;
-    const auto error = exception();
-    error ? future.setError(error) : future.markCompleted(at::IValue(result()));
   }
 
   shm::HostGroup& group_;  // until it is complete

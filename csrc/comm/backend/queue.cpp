@@ -1,5 +1,6 @@
 #include <trireme/comm/backend/queue.h>
 
+#include <trireme/comm/backend/work_future.h>
 #include <trireme/common/cpus.h>
 #include <trireme/common/duration.h>
 #include <trireme/common/error.h>
@@ -8,7 +9,6 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/core/jit_type.h>
 
 #include <algorithm>
 #include <pthread.h>
@@ -318,7 +318,7 @@ void ShmWork::run_callbacks(const std::exception_ptr& error) {
   }
   if (const auto queue = queue_.lock(); queue && future && error)
     queue->told = queue->untold.load();
-  if (future) complete_future(*future, error);
+  if (future) complete_future(*future, error, outputs_);
   if (hooks_ && !error) hooks_->completed({key_, opType_, sequence_, started_, *finished_at()});
 }
 
@@ -341,19 +341,13 @@ c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
   {
     const std::lock_guard<std::mutex> lock(future_mutex_);
     if (!future_) {
-      future_ =
-          c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-      if (isCompleted()) complete_future(*future_, exception());
+      future_ = make_work_future();
+      if (isCompleted()) complete_future(*future_, exception(), outputs_);
     }
     future = future_;
   }
   if (const auto queue = queue_.lock()) ShmQueue::hurry(*queue, *this);
   return future;
-}
-
-void ShmWork::complete_future(c10::ivalue::Future& future, const std::exception_ptr& error) {
-  if (future.completed()) return;
-  error ? future.setError(error) : future.markCompleted(at::IValue(outputs_));
 }
 
 }  // namespace trireme

@@ -148,7 +148,6 @@ class ShmWork final : public c10d::Work {
     const std::lock_guard<std::mutex> lock(future_mutex_);
     return future_ || (hooks_ && hooks_->hears_completions());
   }
-  void complete_future(c10::ivalue::Future& future, const std::exception_ptr& error);
 
   std::vector<at::Tensor> outputs_;
   uint64_t sequence_;
