@@ -41,7 +41,7 @@ class TRIREME_API IdPlaces {
   c10::IntArrayRef ids() const { return {ids_.data(), static_cast<size_t>(count_)}; }
 
  private:
-  std::vector<int64_t> ids_;     // room for `most` at least, of which the first `count_` are known
+  std::vector<int64_t> ids_;  // room for `most` at least, of which the first `count_` are known
   int64_t count_ = 0;
   std::vector<int64_t> places_;  // place + 1 by slot; 0: empty
   size_t mask_ = 0;

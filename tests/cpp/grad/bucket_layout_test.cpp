@@ -138,7 +138,8 @@ TEST_CASE("memory in which somebody holds a gradient is left alone") {
   }
   last.complete(3);
   for (const size_t slot : {0, 1}) last.deliver(slot, /*as_bucket_view=*/false);
-  // The program holds that of a layer that trains on, or a layer that does not train any more holds its own.
+  // The program holds that of a layer that trains on, or a layer that does not train any more holds
+  // its own.
   const char holder = GENERATE('b', 'a');
   const at::Tensor held = letters.grad(holder);
   letters.grad('b').reset();
