@@ -3,7 +3,7 @@
     python scripts/build_times.py <build folder> <seconds since the epoch>
 
 A step that ran counts with the time from its start to its end, on one core. Prints nothing where
-nothing was built.
+no part took a second.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ PARTS = (  # the first one that fits a step's output
     ("tests", "C++ tests"),
     ("examples", "C++ examples"),
     ("benchmarks", "C++ benchmarks"),
+    ("CMakeFiles/trireme_programs", "header of tests, examples and benchmarks"),
 )
 
 
@@ -32,15 +33,21 @@ def part_of(output: str) -> str:
 
 
 def times(log: str, since_s: float) -> dict[str, float]:
-    """Seconds per part. Lines are: start and end in ms, the output's time in ns, output, hash."""
-    latest: dict[str, tuple[float, float]] = {}
+    """Seconds per part. Lines are: start and end in ms, the output's time in ns, output, hash.
+
+    A step with several outputs has a line for each, with its start, its end and its hash.
+    """
+    latest: dict[str, tuple[str, str, str, float]] = {}
     for line in log.splitlines()[1:]:
-        start, end, written_ns, output, _ = line.split("\t")
-        latest[output] = (float(written_ns) / 1e9, (float(end) - float(start)) / 1e3)
-    seconds: dict[str, float] = defaultdict(float)
-    for output, (written_s, took_s) in latest.items():
+        start, end, written_ns, output, step = line.split("\t")
+        latest[output] = (start, end, step, float(written_ns) / 1e9)
+    steps: dict[tuple[str, str, str], str] = {}
+    for output, (start, end, step, written_s) in latest.items():
         if written_s >= since_s:
-            seconds[part_of(output)] += took_s
+            steps.setdefault((start, end, step), part_of(output))
+    seconds: dict[str, float] = defaultdict(float)
+    for (start, end, _), part in steps.items():
+        seconds[part] += (float(end) - float(start)) / 1e3
     return dict(seconds)
 
 
@@ -50,8 +57,8 @@ def main() -> None:
     if not log.exists():
         return
     parts = times(log.read_text(), float(since))
-    if sum(parts.values()) >= 1:
-        text = ", ".join(f"{part} {s:.0f}" for part, s in sorted(parts.items()) if s >= 1)
+    text = ", ".join(f"{part} {s:.0f}" for part, s in sorted(parts.items()) if s >= 1)
+    if text:
         print(f"[build] core seconds: {text}")
 
 

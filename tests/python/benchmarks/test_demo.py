@@ -130,7 +130,7 @@ def _build_times() -> ModuleType:
 
 def test_core_seconds_of_a_build_by_part() -> None:
     now = 1_000 * 10**9
-    steps = [
+    lines = [
         (0, 4000, now, "csrc/CMakeFiles/trireme.dir/comm/a.cpp.o"),
         (0, 9000, now - 10**10, "csrc/CMakeFiles/trireme.dir/comm/earlier.cpp.o"),
         (4000, 6500, now, "csrc/bindings/CMakeFiles/_C.dir/zero.cpp.o"),
@@ -138,11 +138,18 @@ def test_core_seconds_of_a_build_by_part() -> None:
         (0, 5000, now, "csrc/CMakeFiles/trireme_cuda.dir/kernels/cuda/flatten.cu.o"),
         (0, 3000, now, "tests/cpp/CMakeFiles/test_grad.dir/grad/a.cpp.o"),
         (0, 1500, now, "csrc/CMakeFiles/trireme.dir/comm/a.cpp.o"),  # the last one counts
+        (0, 7000, now, "build.ninja", "cmake"),
+        (0, 7000, now, "tests/cpp/CTestTestfile.cmake", "cmake"),  # of the same step
+        (100, 7000, now, "CMakeFiles/trireme_programs.dir/cmake_pch.hxx.gch"),
     ]
-    log = "# ninja log v7\n" + "".join("\t".join(map(str, step)) + "\thash\n" for step in steps)
+    log = "# ninja log v7\n"
+    for start, end, written, output, *step in lines:
+        log += f"{start}\t{end}\t{written}\t{output}\t{step[0] if step else output}\n"
     assert _build_times().times(log, since_s=1_000) == {
         "libtrireme": 1.5,
         "Python module": 3.0,
         "CUDA kernels": 5.0,
         "C++ tests": 3.0,
+        "header of tests, examples and benchmarks": 6.9,
+        "other": 7.0,
     }
