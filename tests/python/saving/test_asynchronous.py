@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
-import signal
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,12 @@ import trireme.ps
 from torch import nn
 
 from harness.deaths import Death, assert_seen_soon, die, run_deaths
-from harness.faults import RANKLESS_FORM, raises
+from harness.faults import RANKLESS_FORM, note_death, raises
 from harness.interpreters import Interpreter, run_interpreters
 from harness.models import mlp
 from harness.on_ranks import on_shm_ranks
 from harness.tensors import assert_bits
+from saving.file_limit import die_behind, failing_behind
 from saving.ranks import CASES, assert_holds, held, load, make, on_disk, run_on_ranks, save
 
 FILE = "model-00001-of-00001.safetensors"
@@ -211,11 +211,6 @@ def test_a_rank_that_cannot_save_tells_the_others(rank: int, tmp_path: Path) -> 
     trireme.save_checkpoint(tmp_path / "ck", model, asynchronous=True).wait()
 
 
-def _limit_file_bytes(most: int) -> None:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
-
-
 @on_shm_ranks(3)
 def test_a_disk_that_is_full_for_one_rank(rank: int, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
@@ -225,15 +220,13 @@ def test_a_disk_that_is_full_for_one_rank(rank: int, tmp_path: Path) -> None:
     expected = held(training)
     for culprit in (0, 2):
         training.train(1)
-        if rank == culprit:
-            _limit_file_bytes(1000)
-        pending = save(training, path, asynchronous=True)
-        training.train(2)  # nothing is told before it is asked
         told = "cannot " if rank == culprit else f"rank {culprit} could not go on: "
-        with raises(RuntimeError, told, "File too large", "bytes needed", "free", ".safetensors"):
-            pending.wait()
-        if rank == culprit:
-            _limit_file_bytes(resource.RLIM_INFINITY)
+        with failing_behind(1000) if rank == culprit else nullcontext():
+            pending = save(training, path, asynchronous=True)
+            training.train(2)  # nothing is told before it is asked
+            parts = (told, "File too large", "bytes needed", "free", ".safetensors")
+            with raises(RuntimeError, *parts):
+                pending.wait()
         dist.barrier()
         assert os.listdir(tmp_path) == ["checkpoint"]
     load(training, path)
@@ -249,34 +242,36 @@ def _die_once_it_is_there(file: Path) -> None:
 
 def _outlive(rank: int, culprit: int, moment: str, folder: Path) -> None:
     path = folder / f"rank {culprit}, {moment}"
-    model = nn.Linear(1000, 1000)
-    for value in (1, 2):
-        with torch.no_grad():
-            model.weight.fill_(value)
-        if value == 1:
-            trireme.save_checkpoint(path, model, asynchronous=True).wait()
+    model = nn.Linear(200, 200)
+    values_bytes = sum(value.nbytes for value in model.parameters())
+    extra = {"text": "long " * values_bytes}  # rank 0 writes it when it commits
+    model.requires_grad_(False)
+    model.weight.fill_(1)
+    trireme.save_checkpoint(path, model, extra=extra, asynchronous=True).wait()
+    model.weight.fill_(2)
     dies = rank == culprit
     if dies and moment == "call":
         die()
-    if dies and moment == "commit":  # of which the index is the last file
+    if dies and (moment == "writing" or rank == 0):
+        die_behind(values_bytes // 2 if moment == "writing" else 2 * values_bytes)
+        note_death()
+    elif dies:  # the index is the last file of a commit
         index = path.with_name(f"{path.name}.saving") / "model.safetensors.index.json"
         threading.Thread(target=_die_once_it_is_there, args=(index,)).start()
-    pending = trireme.save_checkpoint(path, model, asynchronous=True)
-    if dies and moment == "writing":
-        die()
+    pending = trireme.save_checkpoint(path, model, extra=extra, asynchronous=True)
     try:
         pending.wait()
         assert moment == "commit" and culprit > 0, "nobody was missed"
     except dist.DistBackendError as error:
         assert f"rank {culprit}" in str(error), error
         assert_seen_soon()
-    if dies:
-        threading.Event().wait()
+    if dies:  # the commit was over before its file was seen
+        die()
     if moment == "call":
         assert sorted(os.listdir(folder)) == [path.name]
     weight = on_disk(str(path))["weight"]
     assert torch.equal(weight, torch.full_like(weight, float(weight[0, 0])))
-    assert trireme.load_checkpoint(path, model, process_group=my_own_group(rank)) == {}
+    assert trireme.load_checkpoint(path, model, process_group=my_own_group(rank)) == extra
 
 
 def my_own_group(rank: int) -> Any:

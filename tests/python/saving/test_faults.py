@@ -5,10 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import resource
 import shutil
-import signal
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import nn
 from harness.faults import raises
 from harness.models import mlp
 from harness.on_ranks import on_shm_ranks
+from saving.file_limit import failing_behind
 from saving.ranks import assert_holds, held, load, make, on_disk, save
 
 FIRST = "model-00001-of-00002.safetensors"
@@ -143,11 +143,6 @@ def test_ranks_of_different_models(rank: int, tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoint").exists()
 
 
-def _limit_file_bytes(most: int) -> None:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then writing says EFBIG
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
-
-
 @on_shm_ranks(3)
 def test_a_rank_that_cannot_write(rank: int, tmp_path: Path) -> None:
     """The one that makes the files, and one that writes its part: the one before is there."""
@@ -158,13 +153,11 @@ def test_a_rank_that_cannot_write(rank: int, tmp_path: Path) -> None:
     expected = held(training)
     training.train(1)
     for culprit in (0, 2):
-        if rank == culprit:
-            _limit_file_bytes(1000)
         told = "cannot " if rank == culprit else f"rank {culprit} could not go on: "
-        with raises(RuntimeError, told, "File too large", ".safetensors", f"rank {culprit} of 3"):
+        parts = (told, "File too large", ".safetensors", f"rank {culprit} of 3")
+        disk = failing_behind(1000) if rank == culprit else nullcontext()
+        with disk, raises(RuntimeError, *parts):
             save(training, path)
-        if rank == culprit:
-            _limit_file_bytes(resource.RLIM_INFINITY)
         dist.barrier()  # rank 0 has cleaned up
         assert os.listdir(tmp_path) == ["checkpoint"]
         assert on_disk(path).keys() == expected.keys()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import signal
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from harness.faults import raises
 from harness.models import mlp
 from harness.on_ranks import on_shm_ranks
 from harness.tensors import assert_bits
+from saving.file_limit import die_behind, failing_behind
 from saving.ranks import on_disk
 
 INDEX = "model.safetensors.index.json"
@@ -204,9 +204,7 @@ def _killed_while_saving(path: Path, most: int) -> None:
     child = os.fork()
     if child == 0:
         try:
-            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+            die_behind(most)
             save(path, 7)
         finally:
             os._exit(0)
@@ -292,15 +290,8 @@ def test_a_save_interrupted_while_it_takes_its_place(
     leave(path, older)
     assert number_at(path) == number
     # A save that fails costs nothing either.
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    told = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
-        with raises(RuntimeError, "cannot ", "File too large"):
-            trireme.save_checkpoint(path, mlp())
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, told)
+    with failing_behind(100), raises(RuntimeError, "cannot ", "File too large"):
+        trireme.save_checkpoint(path, mlp())
     assert number_at(path) == number
     assert os.listdir(tmp_path) == ["ck"]
     save(path, 3)
