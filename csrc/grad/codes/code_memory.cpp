@@ -1,18 +1,18 @@
 #include <trireme/grad/codes/code_memory.h>
 
+#include <trireme/common/sole_reference.h>
+
 #include <ATen/ATen.h>
 
 #include <algorithm>
 
 namespace trireme {
 
-bool CodeMemory::is_free(const Entry& entry) { return entry.bytes.storage().use_count() == 1; }
-
 at::Tensor CodeMemory::take(int64_t numel, at::ScalarType dtype) {
   const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
   Entry* best = nullptr;
   for (Entry& entry : entries_) {
-    if (entry.bytes.numel() < bytes || !is_free(entry)) continue;
+    if (entry.bytes.numel() < bytes || !is_sole_reference(entry.bytes)) continue;
     if (best == nullptr || entry.bytes.numel() < best->bytes.numel()) best = &entry;
   }
   if (best == nullptr) best = &entries_.emplace_back(Entry{at::empty({bytes}, at::kByte)});
@@ -21,7 +21,9 @@ at::Tensor CodeMemory::take(int64_t numel, at::ScalarType dtype) {
 }
 
 void CodeMemory::forget_unused() {
-  std::erase_if(entries_, [](const Entry& entry) { return !entry.is_used && is_free(entry); });
+  std::erase_if(entries_, [](const Entry& entry) {
+    return !entry.is_used && is_sole_reference(entry.bytes);
+  });
   for (Entry& entry : entries_) entry.is_used = false;
 }
 

@@ -25,8 +25,6 @@ class TRIREME_API CodeMemory {
     at::Tensor bytes;
     bool is_used = true;  // since forget_unused()
   };
-  static bool is_free(const Entry& entry);
-
   std::vector<Entry> entries_;
 };
 

@@ -1,5 +1,7 @@
 #include <trireme/strategies/data_parallel/grad_sum.h>
 
+#include <trireme/common/sole_reference.h>
+
 #include <ATen/ATen.h>
 
 #include <utility>
@@ -7,17 +9,11 @@
 namespace trireme {
 namespace {
 
-// Returns whether no other code can see the memory of a gradient of which we hold the only
-// reference.
-bool is_private(const at::Tensor& tensor) {
-  return tensor.use_count() == 1 && tensor.has_storage() && tensor.storage().use_count() == 1;
-}
-
 at::Tensor sum_of(at::Tensor sum, const at::Tensor& part) {
   if (!sum.defined()) return part;
   if (!part.defined()) return sum;
   const at::Tensor here = part.to(sum.device(), /*non_blocking=*/true);
-  if (!sum.is_sparse() && is_private(sum)) return sum.add_(here);
+  if (!sum.is_sparse() && is_sole_reference(sum)) return sum.add_(here);
   return sum + here;
 }
 
