@@ -25,6 +25,7 @@ class TRIREME_API CodeMemory {
     at::Tensor bytes;
     bool is_used = true;  // since forget_unused()
   };
+
   std::vector<Entry> entries_;
 };
 

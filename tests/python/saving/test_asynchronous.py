@@ -245,10 +245,9 @@ def _outlive(rank: int, culprit: int, moment: str, folder: Path) -> None:
     model = nn.Linear(200, 200)
     values_bytes = sum(value.nbytes for value in model.parameters())
     extra = {"text": "long " * values_bytes}  # rank 0 writes it when it commits
-    model.requires_grad_(False)
-    model.weight.fill_(1)
+    nn.init.constant_(model.weight, 1)
     trireme.save_checkpoint(path, model, extra=extra, asynchronous=True).wait()
-    model.weight.fill_(2)
+    nn.init.constant_(model.weight, 2)
     dies = rank == culprit
     if dies and moment == "call":
         die()
