@@ -1,5 +1,6 @@
 #include <trireme/grad/run_bucket.h>
 
+#include <trireme/common/sole_reference.h>
 #include <trireme/kernels/flatten.h>
 #include <trireme/memory/buffer_pool.h>
 #include <trireme/memory/flat_buffer.h>
@@ -29,7 +30,7 @@ void RunBucket::begin_step(bool shadow) {
   Bucket::begin_step(shadow);
   buffer_.reset();
   sums_.reset();
-  if (whole_.defined() && whole_.storage().use_count() > 1) whole_.reset();
+  if (whole_.defined() && !is_sole_reference(whole_)) whole_.reset();
 }
 
 void RunBucket::allocate() {
