@@ -2,10 +2,12 @@
 
 #include <trireme/common/error.h>
 #include <trireme/shm/fault.h>
+#include <trireme/shm/flag_wait.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <chrono>
 #include <cstring>
 #include <fcntl.h>
 #include <filesystem>
@@ -17,6 +19,7 @@
 #include <sys/random.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <thread>
 #include <unistd.h>
 #include <utility>
 
@@ -96,24 +99,36 @@ class SpareFile {
     static auto* spare = new SpareFile;  // threads may outlive static objects
     return *spare;
   }
-  // Keeps other threads of ours from taking a file that was freed for a use, or is about to be.
-  std::unique_lock<std::mutex> lock() { return std::unique_lock(mutex_); }
+  // Keeps other threads of ours from keeping a file in the place of the spare one.
+  std::unique_lock<std::mutex> lock() {
+    std::unique_lock held(mutex_);
+    refill();
+    return held;
+  }
 
   // A file opened for a peer's segment: in the place of the spare one, if there was no other.
   class Use {
    public:
     // Calls `open`, which returns a descriptor and sets errno, with one file more if it needs it.
+    // Another thread may take the place of that first, say to read a file of /proc. It gives it
+    // back soon, so this waits for a second at most.
     template <typename Open>
     explicit Use(const Open& open) : lock_(of_process().lock()) {
       int& spare = of_process().fd_;
-      int fd = open();
-      if (fd < 0 && is_out_of_files(errno) && spare >= 0) {
-        ::close(std::exchange(spare, -1));
-        fd = open();
+      const Clock::time_point until = Clock::now() + kPatience;
+      int error = 0;
+      for (;;) {
+        const int fd = open();
+        error = errno;
+        file_.reset(fd);
+        if (fd >= 0 || !is_out_of_files(error) || Clock::now() >= until) break;
+        if (spare >= 0) {
+          ::close(std::exchange(spare, -1));
+        } else {
+          std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
       }
-      const int error = errno;
-      file_.reset(fd);
-      if (fd >= 0 && spare >= 0) lock_.unlock();
+      if (file_.get() >= 0 && spare >= 0) lock_.unlock();
       errno = error;
     }
     ~Use() {
@@ -134,6 +149,8 @@ class SpareFile {
   };
 
  private:
+  static constexpr std::chrono::seconds kPatience{1};
+
   SpareFile() { refill(); }
   void refill() {
     if (fd_ < 0) fd_ = ::open("/dev/null", O_RDONLY | O_CLOEXEC);

@@ -4,8 +4,10 @@
 
 #include <trireme/shm/packed_tensors.h>
 
+#include <atomic>
 #include <catch2/catch.hpp>
 #include <cstring>
+#include <fcntl.h>
 #include <new>
 #include <random>
 #include <shm/fake_peer.h>
@@ -237,6 +239,30 @@ TEST_CASE("where there is no file for a slot, what is small goes by the reserve"
   CHECK(full_meanwhile);
   CHECK(wrong == 0);
   CHECK(came == 4);
+}
+
+TEST_CASE("a slot is mapped though other threads take each file that becomes free for a moment") {
+  const Segment slot = Segment::create(SegmentKind::kAnonymous, 4096);
+  std::string why_not;
+  int mapped = 0;
+  int taken = 0;
+  {
+    const NoMoreFiles no_more;
+    std::atomic<bool> is_over{false};
+    std::thread reader([&] {
+      while (!is_over) {
+        const int file = ::open("/proc/self/statm", O_RDONLY | O_CLOEXEC);
+        taken += file >= 0;
+        if (file >= 0) ::close(file);
+      }
+    });
+    for (int i = 0; i < 300; ++i)
+      mapped += static_cast<bool>(Segment::open(slot.address(), why_not));
+    is_over = true;
+    reader.join();
+  }
+  INFO(why_not << "; the other thread took " << taken);
+  CHECK(mapped == 300);
 }
 
 TEST_CASE("what earlier steps sent is forgotten, and its slots are free") {
