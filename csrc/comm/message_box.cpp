@@ -268,11 +268,13 @@ void MessageBox::wake() { shm::ring(*futex_); }
 std::vector<int64_t> MessageBox::look() {
   say_alive();
   std::vector<int64_t> gone;
+  const std::string failure = this->failure().value_or("");
   const std::lock_guard taking(taking_);
   for (const auto& lane : lanes_) {
     if (!lane || lane->was_reported) continue;
     std::string absence;
-    if (lane->place >= 0) absence = communicator_.host()->group().absence_of(lane->place);
+    if (lane->place >= 0)  // a rank that has told of a failure may be gone by now
+      absence = failure.empty() ? communicator_.host()->group().absence_of(lane->place) : failure;
     const std::lock_guard lock(lane->mutex);
     if (lane->why_gone.empty() && absence.empty()) continue;
     if (has_arrived(*lane)) continue;  // messages posted before it went count
@@ -289,6 +291,11 @@ std::optional<std::string> MessageBox::why_gone(int64_t rank) const {
   const std::lock_guard lock(lane->mutex);
   if (lane->why_gone.empty()) return std::nullopt;
   return lane->why_gone;
+}
+
+std::optional<std::string> MessageBox::failure() const {
+  Host* host = communicator_.host();
+  return host != nullptr ? host->group().failure() : std::nullopt;
 }
 
 std::string MessageBox::state_of(int64_t rank) const {

@@ -63,6 +63,9 @@ class TRIREME_API MessageBox {
   std::vector<int64_t> look();
   // Returns why nothing can be posted to a rank: "p1 has died: ..."; nothing while it is there.
   std::optional<std::string> why_gone(int64_t rank) const;
+  // Returns why no message passes between the ranks of this host any more, all of which may be
+  // there: "rank 1 says: cannot see what rank 0 sends: ..."; nothing while they do.
+  std::optional<std::string> failure() const;
   // Returns the state of a rank that does not answer: "alive (stopped)"; "" if it is not known.
   std::string state_of(int64_t rank) const;
   // Posts the last message to a rank. Returns false as try_post() does.

@@ -395,6 +395,10 @@ void RpcAgent::stop() {
       return others_without([&](int64_t rank) { return byes_[rank].load(); }).empty() &&
              calls_.is_empty() && threads_->is_idle();
     });
+    if (const auto failure = box_->failure())
+      C10_THROW_ERROR(DistBackendError,
+                      error_text("remote", "ended before all ranks have called stop(): " + *failure,
+                                 where_, "Look for the error of that rank."));
     wait_while_heard("tell of Refs", [&] { return deferred_->is_idle(); });
     closed_ = true;
     deferred_->stop();

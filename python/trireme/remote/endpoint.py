@@ -70,7 +70,8 @@ def stop() -> None:
 
     Raises:
         DistBackendError: some have not come, and were silent for as long as the group's timeout
-            says; their names are in the text.
+            says; their names are in the text. Or no message passes between ranks that are there,
+            say since one may open no file; the text says why.
     """
     global _running, _is_over
     core = running()

@@ -15,6 +15,7 @@ from torch import Tensor
 from trireme import remote
 
 from harness.meeting import PATIENCE_S, until
+from harness.on_ranks import on_shm_ranks
 from remote.functions import add, echo, gate, open_gate
 from remote.objects import Counter, until_alive
 from remote.ranks import on_remote_ranks, raised, refused
@@ -52,6 +53,12 @@ def take_files() -> None:
     with pytest.raises(OSError, match="Too many open files"):
         while True:
             files.append(os.open("/dev/null", os.O_RDONLY))
+
+
+@remote.function
+def allow_no_files() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
 
 
 @remote.function
@@ -128,6 +135,20 @@ def test_a_callee_without_files_says_so_and_answers_what_is_small(rank: int) -> 
     remote.call("p1", give_files_back)
     kept = [remote.call("p1", numbers, first) for first in range(10)]
     assert len(kept) == 10
+
+
+@on_shm_ranks(2, fresh=True)
+def test_where_not_even_the_spare_file_may_be_opened_both_ranks_are_told(rank: int) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    remote.start(f"p{rank}")
+    unseen = ("rank 1 says: ", "cannot see what rank 0 sends", "Too many open files")
+    if rank == 0:
+        remote.call("p1", allow_no_files)
+        with refused(dist.DistBackendError, "function hold at p1 (rank 1)", *unseen):
+            remote.call("p1", hold, torch.ones(3 * LARGE))
+    with refused(dist.DistBackendError, "before all ranks have called stop()", *unseen):
+        remote.stop()
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @on_remote_ranks(2, fresh=True)
