@@ -151,8 +151,8 @@ class TRIREME_API Endpoint : public Caller {
   }
 
   // Collective: serves until all live ranks have called it. Throws c10::DistBackendError naming the
-  // missing ranks, if the others were silent for as long as the group's timeout, and with the reason
-  // if no message passes between ranks that are there; then this rank serves no more.
+  // missing ranks, if the others were silent for as long as the group's timeout, and with the
+  // reason if no message passes between ranks that are there; then this rank serves no more.
   void stop();
 };
 
