@@ -246,21 +246,24 @@ TEST_CASE("a slot is mapped though other threads take each file that becomes fre
   std::string why_not;
   int mapped = 0;
   int taken = 0;
+  std::atomic<bool> reads{false};
+  std::atomic<bool> is_over{false};
+  std::thread reader([&] {  // starts while there are files, which sanitizers need for that
+    while (!is_over) {
+      const int file = ::open("/proc/self/statm", O_RDONLY | O_CLOEXEC);
+      taken += file >= 0;
+      if (file >= 0) ::close(file);
+      reads = true;
+    }
+  });
+  while (!reads) std::this_thread::yield();
   {
     const NoMoreFiles no_more;
-    std::atomic<bool> is_over{false};
-    std::thread reader([&] {
-      while (!is_over) {
-        const int file = ::open("/proc/self/statm", O_RDONLY | O_CLOEXEC);
-        taken += file >= 0;
-        if (file >= 0) ::close(file);
-      }
-    });
     for (int i = 0; i < 300; ++i)
       mapped += static_cast<bool>(Segment::open(slot.address(), why_not));
-    is_over = true;
-    reader.join();
   }
+  is_over = true;
+  reader.join();
   INFO(why_not << "; the other thread took " << taken);
   CHECK(mapped == 300);
 }
