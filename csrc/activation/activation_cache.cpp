@@ -4,6 +4,7 @@
 #include <trireme/comm/host.h>
 #include <trireme/common/error.h>
 #include <trireme/memory/flat_buffer.h>
+#include <trireme/memory/value_hash.h>
 #include <trireme/shm/segment.h>
 
 #include <ATen/ATen.h>
@@ -20,26 +21,31 @@ namespace {
 
 constexpr int64_t kEntryAlignBytes = 64;
 constexpr size_t kMostDims = 16;
-// States of the form in the head. A rank that dies while it writes the form leaves it unknown.
-constexpr uint64_t kUnknown = 0;
-constexpr uint64_t kBeingWritten = 1;
-constexpr uint64_t kKnown = 2;
 
 int64_t padded(int64_t bytes) {
   return (bytes + kEntryAlignBytes - 1) / kEntryAlignBytes * kEntryAlignBytes;
 }
 
+// Never 0.
+uint64_t hash_of(const CacheForm& form) {
+  std::vector<int64_t> numbers = form.sizes;
+  numbers.push_back(static_cast<int64_t>(form.dtype));
+  return hash_of_bytes(numbers.data(), numbers.size() * sizeof(int64_t)) | 1U;
+}
+
 }  // namespace
 
-// Zeros are a head without a form.
+// Zeros are a head without a form. All ranks that say the form of which `said` is the hash write
+// it, so that none waits for another one, who may have been killed meanwhile.
 struct alignas(kEntryAlignBytes) ActivationCache::Head {
-  std::atomic<uint64_t> state;
+  std::atomic<uint64_t> said;
+  std::atomic<uint64_t> is_known;  // whether what follows was written
+  std::atomic<int64_t> dims;
+  std::array<std::atomic<int64_t>, kMostDims> sizes;
+  std::atomic<int64_t> dtype;
+  std::atomic<int64_t> row_bytes;
+  std::atomic<int64_t> entries;
   std::atomic<uint64_t> is_off;
-  int64_t dims;
-  std::array<int64_t, kMostDims> sizes;
-  int64_t dtype;
-  int64_t row_bytes;
-  int64_t entries;
 };
 
 // Zeros are a record of nothing.
@@ -104,16 +110,16 @@ ActivationCache::Record& ActivationCache::record(int64_t id) const {
 }
 
 std::byte* ActivationCache::row(int64_t id) const {
-  const Head& form = head();
-  return data_ + sizeof(Head) + static_cast<size_t>(form.entries) * sizeof(Record) +
-         static_cast<size_t>(id * padded(form.row_bytes));
+  const Head& known = head();
+  return data_ + sizeof(Head) + static_cast<size_t>(known.entries) * sizeof(Record) +
+         static_cast<size_t>(id * padded(known.row_bytes));
 }
 
 std::optional<CacheForm> ActivationCache::form() const {
   const Head& known = head();
-  if (known.state.load(std::memory_order_acquire) != kKnown) return std::nullopt;
+  if (known.is_known.load(std::memory_order_acquire) == 0) return std::nullopt;
   return CacheForm{{known.sizes.begin(), known.sizes.begin() + known.dims},
-                   static_cast<at::ScalarType>(known.dtype)};
+                   static_cast<at::ScalarType>(known.dtype.load())};
 }
 
 void ActivationCache::set_form(const CacheForm& form) {
@@ -127,18 +133,19 @@ void ActivationCache::set_form(const CacheForm& form) {
     refuse(c10::str("got ", bytes_, " bytes for rows of ", row_bytes, ", expected room for one"),
            "Pass more bytes.");
   Head& known = head();
-  uint64_t state = kUnknown;
-  if (!known.state.compare_exchange_strong(state, kBeingWritten)) return;
+  const uint64_t own = hash_of(form);
+  uint64_t said = 0;
+  if (!known.said.compare_exchange_strong(said, own) && said != own) return;
   known.dims = static_cast<int64_t>(form.sizes.size());
   std::copy(form.sizes.begin(), form.sizes.end(), known.sizes.begin());
   known.dtype = static_cast<int64_t>(form.dtype);
   known.row_bytes = row_bytes;
   known.entries = std::min(entries, samples_);
-  known.state.store(kKnown, std::memory_order_release);
+  known.is_known.store(1, std::memory_order_release);
 }
 
 int64_t ActivationCache::entries() const {
-  return head().state.load(std::memory_order_acquire) == kKnown ? head().entries : 0;
+  return head().is_known.load(std::memory_order_acquire) != 0 ? head().entries.load() : 0;
 }
 
 int64_t ActivationCache::read(CacheRow wanted, const std::vector<uint64_t>& layers,

@@ -74,8 +74,9 @@ class TRIREME_API ActivationCache {
   RankOf where() const { return where_; }
   // Returns what all rows look like; nothing before the first one came.
   std::optional<CacheForm> form() const;
-  // Says how all rows look from now on, if nobody has said it before. Throws ValueError where there
-  // is no room for one.
+  // Says how all rows look from now on. The first one that a rank of the host has said counts; if
+  // it is this one, form() is known from here on. Throws ValueError where there is no room for one
+  // row.
   void set_form(const CacheForm& form);
   // Returns how many samples have an entry; 0 before the form is known.
   int64_t entries() const;

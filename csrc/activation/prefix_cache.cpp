@@ -260,7 +260,7 @@ void PrefixCache::store(const std::vector<CacheRow>& rows, const std::vector<uin
   expect_form(outputs);
   const CacheForm form{outputs.sizes().slice(1).vec(), outputs.scalar_type()};
   if (!cache_->form()) cache_->set_form(form);
-  if (cache_->form() != form) return;  // of another dtype, or not known yet
+  if (cache_->form() != form) return;  // another rank's has another dtype
   const at::Tensor own = outputs.to(at::kCPU).contiguous();
   const size_t bytes = form.bytes();
   std::optional<CacheRow> last;

@@ -6,9 +6,11 @@
 
 #include <torch/nn.h>
 
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <string>
+#include <thread>
 #include <thread_ranks.h>
 #include <vector>
 
@@ -104,6 +106,31 @@ TEST_CASE("only ids with room are kept") {
   CHECK(cache.begin_store({cache.entries() - 1, 1}, kLayers, is_other));
   CHECK_THAT(test::error_of([&] { ActivationCache(9, 512, nullptr).set_form({{99}, at::kFloat}); }),
              Catch::Contains("got 512 bytes for rows of 396, expected room for one"));
+}
+
+TEST_CASE("ranks that say the form at once all know it") {
+  constexpr int64_t kTimes = 5000;
+  std::vector<std::unique_ptr<ActivationCache>> caches(kTimes);
+  for (auto& cache : caches) {
+    cache = std::make_unique<ActivationCache>(kSamples, 4096, nullptr);
+    cache->turn_off();  // its memory is there from now on
+  }
+  const CacheForm form{{2}, at::kFloat};
+  std::vector<int64_t> unknown(2);
+  std::atomic<int64_t> arrived{0};
+  const auto say = [&](size_t thread) {
+    for (int64_t i = 0; i < kTimes; ++i) {
+      ++arrived;
+      while (arrived < 2 * (i + 1)) std::this_thread::yield();
+      ActivationCache& cache = *caches[static_cast<size_t>(i)];
+      cache.set_form(form);
+      unknown[thread] += int64_t{cache.form() != form};
+    }
+  };
+  std::thread other(say, 1);
+  say(0);
+  other.join();
+  CHECK(unknown == std::vector<int64_t>(2));
 }
 
 TEST_CASE("a prefix over ranks: one finds what another has stored, and more layers go on") {
