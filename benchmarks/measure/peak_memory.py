@@ -27,10 +27,14 @@ class Watch:
     _over: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        """Looks every 20 ms until `stop()`."""
-        while not self._over.wait(EVERY_S):
+        """Looks at once, every 20 ms, and once more behind `stop()`."""
+        is_over = False
+        while True:
             with suppress(OSError, KeyError):  # for a process that has just begun, or has ended
                 self.peak_mib = max(self.peak_mib, sum(map(written_mib, self.processes)))
+            if is_over:
+                return
+            is_over = self._over.wait(EVERY_S)
 
     def stop(self) -> None:
         self._over.set()

@@ -3,6 +3,7 @@
 #include <trireme/common/error.h>
 #include <trireme/kernels/cpu/parallel.h>
 #include <trireme/memory/value_hash.h>
+#include <trireme/module/replica_random.h>
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -19,6 +20,7 @@ namespace trireme {
 namespace {
 
 constexpr int64_t kCallsBeforeAsking = 7;
+constexpr int kTrialReads = 3;
 constexpr size_t kBytesPerThread = size_t{128} << 10U;
 
 class Stopwatch {
@@ -37,12 +39,9 @@ uint64_t joined(const std::vector<uint64_t>& hashes) {
   return hash_of_bytes(hashes.data(), hashes.size() * sizeof(uint64_t));
 }
 
-// Returns the state of the generators from which layers may draw.
-std::vector<at::Tensor> random_states(const at::Tensor& input) {
-  std::vector<at::Generator> generators{at::detail::getDefaultCPUGenerator()};
-  if (!input.is_cpu()) generators.push_back(at::globalContext().defaultGenerator(input.device()));
+std::vector<at::Tensor> states_of(const std::vector<at::Generator>& generators) {
   std::vector<at::Tensor> states;
-  for (at::Generator& generator : generators) {
+  for (const at::Generator& generator : generators) {
     const std::lock_guard lock(generator.mutex());
     states.push_back(generator.get_state());
   }
@@ -82,6 +81,13 @@ PrefixCache::PrefixCache(std::shared_ptr<ActivationCache> cache, std::vector<std
                          bool always)
     : cache_(std::move(cache)), layers_(std::move(layers)), always_(always) {
   if (layers_.empty()) refuse("got no layers", "Pass the frozen ones.");
+}
+
+void PrefixCache::RowCost::note(double seconds, size_t rows) {
+  if (rows == 0) return;
+  const double each = seconds / static_cast<double>(rows);
+  seconds_ = is_known_ ? std::min(seconds_, each) : each;
+  is_known_ = true;
 }
 
 void PrefixCache::refuse(const std::string& got, const std::string& next_step) const {
@@ -171,8 +177,7 @@ std::vector<CacheRow> PrefixCache::rows_of(const at::Tensor& input,
   std::vector<CacheRow> rows(ids.size());
   for_rows(rows.size(), bytes,
            [&](size_t i) { rows[i] = {ids[i], hash_of_bytes(data + i * bytes, bytes)}; });
-  hashing_.seconds += watch.seconds();
-  hashing_.rows += static_cast<int64_t>(ids.size());
+  hashing_.note(watch.seconds(), ids.size());
   return rows;
 }
 
@@ -187,10 +192,8 @@ std::vector<int64_t> PrefixCache::read(const std::vector<CacheRow>& rows,
   });
   const auto depth = static_cast<int64_t>(keys.size());
   const auto is_there = [&](int64_t through) { return through == depth; };
-  if (std::all_of(depths.begin(), depths.end(), is_there)) {
-    reading_.seconds += watch.seconds();
-    reading_.rows += static_cast<int64_t>(rows.size());
-  }
+  if (std::all_of(depths.begin(), depths.end(), is_there))
+    reading_.note(watch.seconds(), rows.size());
   for (size_t i = 0; i < rows.size(); ++i) {
     if (depths[i] != ActivationCache::kOtherInput) continue;
     turn_off(rows[i].id);
@@ -201,16 +204,18 @@ std::vector<int64_t> PrefixCache::read(const std::vector<CacheRow>& rows,
 
 at::Tensor PrefixCache::run_layers(size_t first, const at::Tensor& input, PrefixLayers& layers) {
   const at::NoGradGuard no_grad;
-  const std::vector<at::Tensor> before = random_states(input);
+  // Other threads may draw from the process's generator meanwhile: these layers draw from their
+  // own.
+  std::vector<at::Generator> generators{at::detail::createCPUGenerator()};
+  const ReplicaRandomGuard draws(generators.front());
+  if (!input.is_cpu()) generators.push_back(at::globalContext().defaultGenerator(input.device()));
+  const std::vector<at::Tensor> before = states_of(generators);
   const Stopwatch watch;
   at::Tensor outputs = layers.run(first, input);
-  if (first == 0) {
-    running_.seconds += watch.seconds();
-    running_.rows += input.size(0);
-  }
+  if (first == 0) running_.note(watch.seconds(), static_cast<size_t>(input.size(0)));
   if (!outputs.defined() || outputs.dim() < 1 || outputs.size(0) != input.size(0))
     refuse("got layers that do not return a row for each row", "Cache layers in front of these.");
-  if (!are_equal(random_states(input), before))
+  if (!are_equal(states_of(generators), before))
     refuse("got layers that draw random numbers, whose outputs are others each time",
            "Put them in evaluation mode, or behind the prefix.");
   expect_unchanged(layers);
@@ -231,9 +236,9 @@ void PrefixCache::expect_unchanged(const PrefixLayers& layers) const {
 }
 
 bool PrefixCache::stores() const {
-  if (always_ || calls_ <= kCallsBeforeAsking || reading_.rows == 0 || running_.rows == 0)
+  if (always_ || calls_ <= kCallsBeforeAsking || !reading_.is_known() || !running_.is_known())
     return true;
-  return hashing_.each() + reading_.each() < running_.each();
+  return hashing_.seconds() + reading_.seconds() < running_.seconds();
 }
 
 void PrefixCache::expect_form(const at::Tensor& outputs) const {
@@ -274,11 +279,13 @@ void PrefixCache::store(const std::vector<CacheRow>& rows, const std::vector<uin
     cache_->count({.bytes = static_cast<int64_t>(bytes)});
     last = rows[i];
   }
-  if (!last || reading_.rows > 0) return;
+  if (!last || reading_.is_known()) return;
   // Nothing was read yet: how long that takes must be known by the eighth call.
   const at::Tensor scratch = at::empty({static_cast<int64_t>(bytes)}, at::kByte);
-  const Stopwatch watch;
-  if (cache_->read(*last, keys, data_of(scratch)) > 0) reading_ = {watch.seconds(), 1};
+  for (int time = 0; time < kTrialReads; ++time) {
+    const Stopwatch watch;
+    if (cache_->read(*last, keys, data_of(scratch)) > 0) reading_.note(watch.seconds(), 1);
+  }
 }
 
 at::Tensor PrefixCache::forward(const at::Tensor& input, const at::Tensor& ids,

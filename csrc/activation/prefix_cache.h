@@ -64,10 +64,17 @@ class TRIREME_API PrefixCache {
   at::Tensor forward(const at::Tensor& input, const at::Tensor& ids, PrefixLayers& layers);
 
  private:
-  struct Rate {  // what a row costs
-    double seconds = 0;
-    int64_t rows = 0;
-    double each() const { return rows > 0 ? seconds / static_cast<double>(rows) : 0; }
+  // The seconds that a row has cost in the fastest call: whatever else the machine does only adds
+  // to them.
+  class RowCost {
+   public:
+    void note(double seconds, size_t rows);
+    bool is_known() const { return is_known_; }
+    double seconds() const { return seconds_; }
+
+   private:
+    bool is_known_ = false;
+    double seconds_ = 0;
   };
 
   struct Batch {
@@ -102,7 +109,7 @@ class TRIREME_API PrefixCache {
   SeenTensors seen_;
   std::vector<uint64_t> hashes_;  // of the first, the first two, ... layers
   int64_t calls_ = 0;
-  Rate hashing_, reading_, running_;
+  RowCost hashing_, reading_, running_;
 };
 
 }  // namespace trireme

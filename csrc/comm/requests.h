@@ -28,14 +28,14 @@ class OpenRequests {
     auto node = all_.extract(number);
     return node.empty() ? nullptr : std::move(node.mapped());
   }
-  // Removes and returns the requests for which `fits` returns true.
+  // Removes and returns the requests for which `fits` returns true, with their numbers.
   template <typename Fits>
-  std::vector<RequestPtr> take_if(const Fits& fits) {
-    std::vector<RequestPtr> taken;
+  std::vector<std::pair<int64_t, RequestPtr>> take_if(const Fits& fits) {
+    std::vector<std::pair<int64_t, RequestPtr>> taken;
     const std::lock_guard lock(mutex_);
     std::erase_if(all_, [&](auto& entry) {
       if (!fits(*entry.second)) return false;
-      taken.push_back(std::move(entry.second));
+      taken.emplace_back(entry.first, std::move(entry.second));
       return true;
     });
     return taken;

@@ -43,7 +43,9 @@ void draw_for_replica(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   size_t place = 0;
   if (innermost != nullptr && takes_generator(op.schema(), place)) {
     c10::IValue& given = (*stack)[stack->size() - arguments + place];
-    if (given.isNone() && is_on_cpu(*stack, arguments)) given = innermost->generator();
+    const bool is_process =
+        given.isNone() || given.toGenerator() == at::detail::getDefaultCPUGenerator();
+    if (is_process && is_on_cpu(*stack, arguments)) given = innermost->generator();
   }
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
 }

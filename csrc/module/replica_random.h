@@ -15,9 +15,9 @@ namespace trireme {
 //
 // A GPU has a generator of its own; all threads of a process share the CPU's, from which replicas
 // would draw in whatever order they come. So in a replica on the CPU every ATen operator that takes
-// a generator, and was not given one, gets the replica's, which begins each forward with a seed
-// made of one number that is drawn from the process's generator (torch.manual_seed) and of the
-// number of the replica. The same seed gives the same bits in every run, whoever comes first.
+// a generator, and was given none or the CPU's, gets the replica's, which begins each forward with
+// a seed made of one number that is drawn from the process's generator (torch.manual_seed) and of
+// the number of the replica. The same seed gives the same bits in every run, whoever comes first.
 //
 // It works through a dispatch key that only threads of replicas include, in front of autograd;
 // operators without a generator fall through it at no cost. ATen has no key for such things: this

@@ -88,17 +88,16 @@ std::string CheckpointFolder::moved_away() const {
 }
 
 void CheckpointFolder::begin(const SavingPlan& plan) {
+  const bool is_made = make_staging();
   try {
-    lock(path_lock_, path_);
-    lock(staging_lock_, staging_);
-    check_path();
-    check(staging_, "what an interrupted save has left");
-    check(replaced_, "what an interrupted save has left");
-    clear();
+    lock_and_clear();
   } catch (const std::system_error& error) {
+    leave_staging(is_made);
     fail("use '" + path_ + "'", error.code().value());
+  } catch (...) {
+    leave_staging(is_made);
+    throw;
   }
-  make_staging();
   try {
     make(plan);
   } catch (const std::system_error& error) {
@@ -126,6 +125,7 @@ void CheckpointFolder::commit(const SavingPlan& plan, const ChunkChecksums& chec
   }
   try {
     clear();
+    remove(staging_);
   } catch (const std::system_error&) {  // This save is done; the next one tries again.
   }
   path_lock_ = {};
@@ -218,14 +218,21 @@ void CheckpointFolder::check_path() const {
                                where_, "Pass the name of a folder in it."));
 }
 
-void CheckpointFolder::lock(FolderLock& lock, const std::string& folder) const {
-  TORCH_CHECK_VALUE(lock.take(folder),
+void CheckpointFolder::lock_and_clear() {
+  // A save that ends moves its staging folder to path_ and holds both locks until it has cleared
+  // up: what is locked here and is still there behind both was not that save's to remove.
+  const bool is_free = staging_lock_.take(staging_) && path_lock_.take(path_);
+  TORCH_CHECK_VALUE(is_free && staging_lock_.is_at(staging_),
                     error_text("saving", "got '" + path_ + "', into which another save is writing",
                                where_, "Wait for that save, or pass another path."));
+  check_path();
+  check(staging_, "what an interrupted save has left");
+  check(replaced_, "what an interrupted save has left");
+  clear();
 }
 
-// Removes the remains beside path_ that check() has accepted, and moves back a checkpoint that was
-// moved away.
+// Removes the remains in and beside path_ that check() has accepted, and moves back a checkpoint
+// that was moved away.
 void CheckpointFolder::clear() const {
   if (moved_away().empty()) {
     remove(replaced_);
@@ -233,18 +240,23 @@ void CheckpointFolder::clear() const {
     fs::rename(replaced_, path_);
   }
   fs::remove(path_ + "/" + index_in_the_making());
-  remove(staging_);
+  remove_files(staging_);
 }
 
-// What NFS keeps of a file may keep the folder there, too.
-void CheckpointFolder::make_staging() {
+// Returns false if something was there.
+bool CheckpointFolder::make_staging() const {
   try {
-    fs::create_directories(staging_);
+    return !is_anything(staging_) && fs::create_directories(staging_);
   } catch (const std::system_error& error) {
     fail("make '" + staging_ + "'", error.code().value());
   }
-  staging_lock_ = {};
-  lock(staging_lock_, staging_);
+}
+
+// Removes the empty folder, unless it is another save's by now.
+void CheckpointFolder::leave_staging(bool is_made) const noexcept {
+  std::error_code ignored;
+  if (is_made && staging_lock_.is_taken() && staging_lock_.is_at(staging_))
+    fs::remove(staging_, ignored);
 }
 
 void CheckpointFolder::make(const SavingPlan& plan) {
@@ -257,8 +269,8 @@ void CheckpointFolder::make(const SavingPlan& plan) {
       SafetensorsFile::create(staging_ + "/" + name, header, where_);
 }
 
-// Removes only files of ours; a folder that has others stays with them.
-void CheckpointFolder::remove(const std::string& folder) const {
+// Removes only files of ours.
+void CheckpointFolder::remove_files(const std::string& folder) const {
   if (!fs::is_directory(fs::symlink_status(folder))) return;
   const Names names = names_in(folder);
   for (const std::string& name : names)
@@ -267,6 +279,12 @@ void CheckpointFolder::remove(const std::string& folder) const {
     fs::remove(folder + "/" + model_index());
     fs::remove(folder + "/" + index_in_the_making());
   }
+}
+
+// Removes files of ours; a folder that has others stays with them.
+void CheckpointFolder::remove(const std::string& folder) const {
+  if (!fs::is_directory(fs::symlink_status(folder))) return;
+  remove_files(folder);
   std::error_code error;
   fs::remove(folder, error);
   if (error && error != std::errc::directory_not_empty) throw std::system_error(error);

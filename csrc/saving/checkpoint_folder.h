@@ -33,8 +33,9 @@ namespace trireme {
 // is refused before a byte is written. An index is deleted after all files that it names. Entries
 // that begin with ".nfs" are NFS's: deleted files that a process still reads.
 //
-// What a save that is still going on has written looks like what an interrupted one has left, so a
-// save locks <path> and <path>.saving until it ends, and another one that finds a lock is refused.
+// What a save that is still going on has written looks like what an interrupted one has left. So a
+// save makes <path>.saving if it is not there, locks it and then <path>, both until it ends, before
+// it looks at what they hold. One that finds a lock, or what it has locked moved away, is refused.
 
 // The place that a checkpoint is loaded from.
 struct CheckpointPlace {
@@ -78,10 +79,12 @@ class TRIREME_API CheckpointFolder {
   Names names_in(const std::string& folder) const;
   void check(const std::string& folder, const std::string& expected) const;
   void check_path() const;
-  void lock(FolderLock& lock, const std::string& folder) const;
+  void lock_and_clear();
   void clear() const;
-  void make_staging();
+  bool make_staging() const;
+  void leave_staging(bool is_made) const noexcept;
   void make(const SavingPlan& plan);
+  void remove_files(const std::string& folder) const;
   void remove(const std::string& folder) const;
   void take_place() const;
   void write_text(const std::string& name, const std::string& text) const;

@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 namespace trireme {
@@ -21,8 +22,18 @@ bool FolderLock::take(const std::string& folder) {
     ::close(std::exchange(lock.descriptor_, -1));
     return false;
   }
+  if (!lock.is_at(folder)) return false;
   *this = std::move(lock);
   return true;
+}
+
+bool FolderLock::is_at(const std::string& folder) const {
+  struct stat there{};
+  struct stat own{};
+  if (::lstat(folder.c_str(), &there) != 0) return false;
+  if (descriptor_ < 0) return true;
+  return ::fstat(descriptor_, &own) == 0 && own.st_dev == there.st_dev &&
+         own.st_ino == there.st_ino;
 }
 
 }  // namespace trireme

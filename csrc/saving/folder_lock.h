@@ -22,8 +22,12 @@ class TRIREME_API FolderLock {
   ~FolderLock();
 
   // Locks what is no folder, or lies on a file system without locks, not at all. Returns false if
-  // somebody else has locked it.
+  // somebody else has locked it, or has moved or removed it meanwhile.
   bool take(const std::string& folder);
+  bool is_taken() const { return descriptor_ >= 0; }
+  // Returns whether the folder that was locked is still there; if none could be locked, whether
+  // anything is.
+  bool is_at(const std::string& folder) const;
 
  private:
   int descriptor_ = -1;

@@ -144,7 +144,13 @@ void Session::issue(NamedOperation named, std::function<void()> work) {
                                      "', expected one in flight",
                                  where_, "Wait for the first one, or give another name."));
   }
-  order_->announce(named);
+  try {
+    order_->announce(named);
+  } catch (const c10::DistBackendError& error) {
+    const std::lock_guard lock(mutex_);
+    pending_.erase(named.name);
+    std::rethrow_exception(error_of(named.kind, named.name, what_of(error)));
+  }
   done.get();
 }
 

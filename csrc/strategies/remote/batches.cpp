@@ -42,11 +42,20 @@ Batches::Gathered Batches::add(const Definition& definition, ServedCall call) {
 }
 
 void Batches::forget(int64_t rank) {
+  drop([&](const ServedCall& call) { return call.from == rank; });
+}
+
+void Batches::forget(int64_t rank, int64_t number) {
+  drop([&](const ServedCall& call) { return call.from == rank && call.number == number; });
+}
+
+template <typename IsGone>
+void Batches::drop(const IsGone& is_gone) {
   std::vector<ServedCall> dropped;  // destroyed without the lock
   const std::lock_guard lock(mutex_);
   for (auto& [key, waiting] : waiting_) {
     const auto from = std::stable_partition(waiting.begin(), waiting.end(),
-                                            [&](const auto& other) { return other.from != rank; });
+                                            [&](const auto& call) { return !is_gone(call); });
     std::move(from, waiting.end(), std::back_inserter(dropped));
     waiting.erase(from, waiting.end());
   }

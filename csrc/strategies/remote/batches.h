@@ -25,8 +25,13 @@ class TRIREME_API Batches {
   Gathered add(const Definition& definition, ServedCall call);
   // Drops the calls of a rank that is gone.
   void forget(int64_t rank);
+  // Drops a call that its caller has given up.
+  void forget(int64_t rank, int64_t number);
 
  private:
+  template <typename IsGone>
+  void drop(const IsGone& is_gone);
+
   using Key = std::pair<const Hosted*, std::string>;
   std::mutex mutex_;
   std::map<Key, std::vector<ServedCall>> waiting_;

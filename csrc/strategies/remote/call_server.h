@@ -47,6 +47,8 @@ class TRIREME_API CallServer {
   void fail(const ServedCall& call, const std::exception_ptr& error) noexcept;
   // Drops the waiting calls of a rank that is gone.
   void forget(int64_t rank) { batches_.forget(rank); }
+  // Drops a call that its caller has given up, if it waits for others.
+  void forget(int64_t rank, int64_t number) { batches_.forget(rank, number); }
 
  private:
   std::shared_ptr<const Definition> find_method(ServedCall& call) const;

@@ -19,17 +19,19 @@ void PendingCall::complete(Outcome outcome) {
   done_.store(true, std::memory_order_seq_cst);
 }
 
-std::vector<PendingCallPtr> PendingCalls::take_late(shm::Clock::time_point now) {
+std::vector<std::pair<int64_t, PendingCallPtr>> PendingCalls::take_late(
+    shm::Clock::time_point now) {
   return take_if([&](const PendingCall& call) { return call.deadline() <= now; });
 }
 
 void PendingCalls::lose(int64_t to, const std::string& why) {
-  for (const auto& call : take_if([&](const PendingCall& call) { return call.to() == to; }))
+  for (const auto& [number, call] :
+       take_if([&](const PendingCall& call) { return call.to() == to; }))
     call->complete(Unanswered{why});
 }
 
 void PendingCalls::lose_all(const std::string& why) {
-  for (const auto& call : take_if([](const PendingCall&) { return true; }))
+  for (const auto& [number, call] : take_if([](const PendingCall&) { return true; }))
     call->complete(Unanswered{why});
 }
 

@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -58,8 +59,8 @@ using PendingCallPtr = std::shared_ptr<PendingCall>;
 // The calls of this rank that have no answer yet. Thread-safe.
 class TRIREME_API PendingCalls : public OpenRequests<PendingCall> {
  public:
-  // Removes and returns the calls whose deadline has passed.
-  std::vector<PendingCallPtr> take_late(shm::Clock::time_point now);
+  // Removes and returns the calls whose deadline has passed, with their numbers.
+  std::vector<std::pair<int64_t, PendingCallPtr>> take_late(shm::Clock::time_point now);
   // Complete calls as lost: the calls to one rank, or all.
   void lose(int64_t to, const std::string& why);
   void lose_all(const std::string& why);

@@ -185,8 +185,22 @@ bool RpcAgent::is_done(const PendingCall& call) {
 }
 
 void RpcAgent::end_late_calls() {
-  for (const auto& call : calls_.take_late(shm::Clock::now()))
+  for (const auto& [number, call] : calls_.take_late(shm::Clock::now())) {
+    tell_given_up(call->to(), number);
     call->complete(Unanswered{lateness_of(*call), true});
+  }
+}
+
+// Comes in front of the caller's next call. A callee that takes no messages drops the call at the
+// deadline by its own clock.
+void RpcAgent::tell_given_up(int64_t to, int64_t number) noexcept {
+  try {
+    if (to == where_.rank) return server_->forget(to, number);
+    TensorMessage message;
+    message.text = encode_message({MessageKind::kGivenUp, number}, {}, address_of()).text;
+    static_cast<void>(box_->try_post(to, message, "a call that was given up"));
+  } catch (const std::exception&) {  // the callee is gone
+  }
 }
 
 std::string RpcAgent::lateness_of(const PendingCall& call) const {
@@ -300,6 +314,8 @@ void RpcAgent::handle(MessageBox::Arrival arrival) {
     case MessageKind::kAnswer:
     case MessageKind::kFailure:
       return handle_answer(head.kind, arrival.from, head.number, arrival.message);
+    case MessageKind::kGivenUp:
+      return server_->forget(arrival.from, head.number);
     case MessageKind::kCount:
       return refs_->take_count(head.number, read(arrival.message));
     case MessageKind::kDrop:

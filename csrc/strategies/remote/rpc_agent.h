@@ -108,6 +108,7 @@ class TRIREME_API RpcAgent final : private Source,
 
   void forget(int64_t rank);
   void end_late_calls();
+  void tell_given_up(int64_t to, int64_t number) noexcept;
   std::string lateness_of(const PendingCall& call) const;
   std::vector<int64_t> others_without(const std::function<bool(int64_t rank)>& has) const;
   void tell_others(const std::function<bool(int64_t rank)>& tell);

@@ -15,7 +15,7 @@ namespace trireme::remote {
 // The messages between processes: one byte for the kind, a number of 8 bytes, and a value
 // (value_codec.h) that the structs below describe. The number is the call's, for counts and drops
 // the object's.
-enum class MessageKind : uint8_t { kCall = 1, kAnswer, kFailure, kCount, kDrop, kBye };
+enum class MessageKind : uint8_t { kCall = 1, kAnswer, kFailure, kGivenUp, kCount, kDrop, kBye };
 
 // The kind of a call. Verbs behind kMakeModule go to the session of a module
 // (remote_module_session.h).

@@ -193,7 +193,7 @@ class Engine:
         key = operation.set_id, operation.name
         with self._lock:
             if self._failure is not None:
-                raise HorovodInternalError(str(self._failure))
+                raise self.error_of(operation, str(self._failure))
             if key in self._pending:
                 got = f"got a second operation of the name '{named.name}', expected one in flight"
                 refuse(got, "Wait for the first one, or give another name.")
@@ -203,7 +203,7 @@ class Engine:
         except dist.DistBackendError as error:
             with self._lock:
                 self._pending.pop(key, None)
-            raise HorovodInternalError(str(error)) from None
+            raise self.error_of(operation, str(error)) from None
 
     def _result_of(self, operation: Operation) -> Any:
         if not operation.is_done and self._begin_turn():

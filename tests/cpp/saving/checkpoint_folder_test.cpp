@@ -2,11 +2,14 @@
 
 #include <trireme/saving/checkpoint_folder.h>
 
+#include <atomic>
 #include <catch_torch.h>
 #include <filesystem>
 #include <fstream>
 #include <string>
 #include <temporary_folder.h>
+#include <thread>
+#include <vector>
 
 namespace trireme::checkpoint_folder_test {
 
@@ -114,6 +117,32 @@ TEST_CASE("a folder that cannot take its place leaves the one before") {
   CHECK(save_in(path) == "first");
   CHECK(fs::exists(path + ".replaced/theirs"));
   CHECK_FALSE(fs::exists(path + ".saving"));
+}
+
+TEST_CASE("of first saves into one path that begin at once each is whole or is refused") {
+  constexpr int64_t kTimes = 60;
+  const TemporaryFolder folder;
+  std::atomic<int64_t> arrived{0};
+  std::vector<std::string> wrong(2);
+  const auto save_all = [&](size_t thread) {
+    for (int64_t i = 0; i < kTimes; ++i) {
+      ++arrived;
+      while (arrived < 2 * (i + 1)) std::this_thread::yield();
+      const std::string path = folder.at(std::to_string(i));
+      const std::string error = error_of([&] { save(path, std::to_string(thread), true); });
+      if (error != "no error" && !contains(error, "into which another save is writing"))
+        wrong[thread] = error;
+    }
+  };
+  std::thread other(save_all, 1);
+  save_all(0);
+  other.join();
+  CHECK(wrong == std::vector<std::string>(2));
+  int64_t whole = 0;
+  for (int64_t i = 0; i < kTimes; ++i)
+    whole += int64_t{!save_in(folder.at(std::to_string(i))).empty()};
+  CHECK(whole == kTimes);
+  CHECK(entries_in(folder.path) == kTimes);  // nothing beside them
 }
 
 TEST_CASE("the previous checkpoint is loaded while it is moved away") {

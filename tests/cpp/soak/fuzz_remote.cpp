@@ -108,6 +108,7 @@ std::vector<std::vector<uint8_t>> trireme::soak::seeds() {
           seed_of(to_value(call), MessageKind::kCall),
           seed_of(to_value(Failure{"ValueError", "builtins", "no", "File \"x\"", "function f"}),
                   MessageKind::kFailure),
+          seed_of(Value(), MessageKind::kGivenUp),
           seed_of(to_value(CountMessage{1, -1, 9}), MessageKind::kCount),
           seed_of(Value(), MessageKind::kBye),
           seed_of(nested(kDeepest)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -176,6 +177,21 @@ class DropsAlways(nn.Module):
         return functional.dropout(x, 0.5)
 
 
+class DropsByTheDefault(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand(x.shape, generator=torch.default_generator)
+
+
+class LetsAnotherDraw(nn.Module):
+    """A loader's thread may draw at any moment."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = threading.Thread(target=torch.rand, args=(3,))
+        other.start()
+        other.join()
+        return x + 1
+
+
 class Counts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -201,6 +217,13 @@ TWO = torch.arange(2)
 
 def call(*given: nn.Module, x: Any = DATA[:2], ids: Any = TWO) -> Any:
     return trireme.CachedPrefix(given, cache())(x, ids)
+
+
+def in_pipeline_threads() -> None:
+    first = trireme.CachedPrefix([DropsAlways()], cache())
+    net = nn.Sequential(first, nn.Linear(6, 6))
+    pipe = trireme.Pipeline(net, 2, devices=["cpu"] * 2, loss=functional.mse_loss)
+    pipe.step(DATA[:4], torch.arange(4), target=DATA[:4])
 
 
 def growing() -> Iterator[Tensor]:
@@ -261,6 +284,16 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         "got 'layers.1', a BatchNorm1d in training mode",
     ),
     "random numbers": (lambda: call(DropsAlways()), ValueError, "that draw random numbers"),
+    "those of the default generator": (
+        lambda: call(DropsByTheDefault()),
+        ValueError,
+        "that draw random numbers",
+    ),
+    "random numbers within a pipeline of threads": (
+        in_pipeline_threads,
+        ValueError,
+        "that draw random numbers",
+    ),
     "its buffers": (lambda: call(Counts()), ValueError, "that change 'layers.0.calls'"),
     "two outputs": (lambda: call(Pair()), TypeError, "got tuple from the layers"),
     "no rows": (lambda: call(Mean()), ValueError, "do not return a row for each row"),
@@ -283,6 +316,12 @@ def test_what_it_refuses() -> None:
 
 def test_harmless_layers_in_training_mode_are_welcome() -> None:
     call(nn.Dropout(0.0).train(), nn.LayerNorm(6).requires_grad_(False).train())
+
+
+def test_other_threads_may_draw() -> None:
+    before = torch.get_rng_state()
+    assert torch.equal(call(LetsAnotherDraw()), DATA[:2] + 1)
+    assert not torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_mode_is_looked_at_in_each_use() -> None:

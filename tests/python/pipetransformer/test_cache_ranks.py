@@ -74,7 +74,7 @@ def losses(kept: trireme.ActivationCache | None, frozen: int = 2) -> list[float]
     front, rest = layers(4)[:frozen], layers(4)[frozen:]
     for layer in front:
         layer.requires_grad_(False)
-    prefix = None if kept is None else trireme.CachedPrefix(front, kept)
+    prefix = None if kept is None else trireme.CachedPrefix(front, kept, always=True)
     ddp = trireme.DistributedDataParallel(nn.Sequential(*rest))
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.02)
     found = []
@@ -128,7 +128,7 @@ def test_a_pipeline_has_it_as_its_first_layer(rank: int) -> None:
         first: nn.Module = nn.Sequential(*front)
         kept = trireme.ActivationCache(SAMPLES, 1 << 16)
         if use:
-            first = trireme.CachedPrefix(front, kept)
+            first = trireme.CachedPrefix(front, kept, always=True)
         pipe = trireme.Pipeline(nn.Sequential(first, *rest), 4, ranks=True, loss=mse_loss)
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.02)
         found = []

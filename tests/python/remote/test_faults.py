@@ -197,6 +197,7 @@ def test_a_caller_dies(rank: int) -> None:
     else:
         net, own = remote.Module("p0", make_counted), remote.create("p0", Counter)
         loss = net(batch(0)).sum()
+        own.add(1)
         say("2 holds its own")
         while not store().check(["all are gone"]):
             own.add(1)

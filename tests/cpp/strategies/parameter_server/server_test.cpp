@@ -418,12 +418,11 @@ TEST_CASE("a wait ends at its deadline, and names who is behind") {
   const auto said = on_workers<std::string>(3, [](ThreadRank& rank) {
     ps::ParameterServer server(rank.communicator, {zeros_table("t", 1, ps::Sum{})},
                                {.timeout = std::chrono::milliseconds(100)});
-    if (rank.where.rank == 1) {
-      rank.communicator->barrier("waited").wait();
-      return std::string();
-    }
-    server.clock();
-    const std::string said = error_of([&] { server.dense("t").pull_tensors(); });
+    const bool is_behind = rank.where.rank == 1;
+    if (!is_behind) server.clock();
+    rank.communicator->barrier("clocked").wait();
+    const std::string said =
+        is_behind ? std::string() : error_of([&] { server.dense("t").pull_tensors(); });
     rank.communicator->barrier("waited").wait();
     return said;
   });
