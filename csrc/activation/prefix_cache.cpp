@@ -39,9 +39,9 @@ uint64_t joined(const std::vector<uint64_t>& hashes) {
   return hash_of_bytes(hashes.data(), hashes.size() * sizeof(uint64_t));
 }
 
-std::vector<at::Tensor> states_of(const std::vector<at::Generator>& generators) {
+std::vector<at::Tensor> states_of(std::vector<at::Generator>& generators) {
   std::vector<at::Tensor> states;
-  for (const at::Generator& generator : generators) {
+  for (at::Generator& generator : generators) {
     const std::lock_guard lock(generator.mutex());
     states.push_back(generator.get_state());
   }

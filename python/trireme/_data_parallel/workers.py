@@ -77,8 +77,10 @@ class ReplicaThreads:
                 if all(error is None for error in errors):
                     call(position)
                 self._set_busy(replica, False)
-                while replica in self._sent:
-                    pass  # it is raised at one of these lines, and not in the next job
+                for _ in range(1000):  # it is raised at one of these lines, not in the next job
+                    if replica not in self._sent:
+                        break
+                self._sent.discard(replica)  # a finalizer has swallowed it
             except _Stopped as stop:
                 self._set_busy(replica, False)
                 self._sent.discard(replica)

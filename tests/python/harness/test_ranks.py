@@ -159,15 +159,22 @@ def test_a_kept_rank_that_dies_is_named_with_the_case_before() -> None:
     run_ranks(own_pid, 2)
 
 
-def variables(rank: int) -> dict[str, str]:
-    return {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+def place_and_store(rank: int) -> tuple[str, str, bool]:
+    """Whether what another case has said is in the store of this one, too."""
+    dist.init_process_group("gloo")
+    store = dist.distributed_c10d._get_default_store()
+    is_known = store.check(["a case was here"])
+    dist.barrier()
+    store.set("a case was here", "")
+    dist.destroy_process_group()
+    return os.environ["RANK"], os.environ["WORLD_SIZE"], is_known
 
 
 def test_each_case_has_a_store_and_a_place_of_its_own() -> None:
-    first, second = run_ranks(variables, 2), run_ranks(variables, 3)
-    assert [its["RANK"] for its in second] == ["0", "1", "2"]
-    assert {its["WORLD_SIZE"] for its in first} == {"2"}
-    assert first[0]["MASTER_PORT"] != second[0]["MASTER_PORT"]
+    first = run_ranks(place_and_store, 2)
+    second = run_ranks(place_and_store, 3)
+    assert first == [("0", "2", False), ("1", "2", False)]
+    assert second == [("0", "3", False), ("1", "3", False), ("2", "3", False)]
 
 
 def leave_a_group() -> None:

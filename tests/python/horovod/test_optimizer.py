@@ -15,13 +15,13 @@ from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 
 from harness import pretended_hosts
-from harness.faults import kill_this_rank, note_death, raises, seconds_since_death
+from harness.deaths import assert_seen_soon
+from harness.faults import kill_this_rank, note_death, raises
 from harness.meeting import say, stay_until
 from harness.models import batch, mlp
 from harness.ranks import run_ranks
 
 ROWS = 12  # as many for each rank, of 1 to 4
-_SEEN_S = 2.0
 
 Make = Callable[[list[torch.Tensor]], Optimizer]
 
@@ -537,7 +537,7 @@ def outlive(rank: int) -> None:
     say("rank 0 goes on")
     with raises(hvd.HorovodInternalError, "rank 1", "has died"):
         loss_of(model, own_rows(1)).backward()
-    assert seconds_since_death() < _SEEN_S
+    assert_seen_soon()
 
 
 def test_a_rank_killed_in_a_backward() -> None:
@@ -594,7 +594,7 @@ def die_while_others_wait_in_join(rank: int) -> None:
         say("rank 0 joins")
         with raises(hvd.HorovodInternalError, "rank 1", "has died"):
             hvd.join()
-        assert seconds_since_death() < _SEEN_S
+        assert_seen_soon()
         return
     stay_until("rank 0 joins")
     note_death()

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
+from harness.deaths import SEEN_S
 from harness.ranks import run_ranks
 from integrations.sides import WORLD, net
-
-_SEEN_S = 2.0
 
 
 class Broken(Dataset):
@@ -121,4 +120,4 @@ def test_an_exception_on_one_rank(framework: str, tmp_path: Path) -> None:
     pytest.importorskip(framework, reason=f"{framework} is not installed")
     env = {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}
     seconds = run_ranks(fail, WORLD, framework, str(tmp_path), timeout=90, env=env, dying=(1,))[0]
-    assert seconds < _SEEN_S
+    assert seconds < SEEN_S

@@ -21,9 +21,6 @@ from harness.faults import message_of
 from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from remote import functions, networks, objects
 
-# A death is seen within a second; a busy machine gets one more.
-DEATH_SEEN_S = 2.0
-
 
 def _among(on: Any, world: int, *, threads: int = 4, **options: Any) -> Any:
     def decorate(program: Callable[..., None]) -> Any:

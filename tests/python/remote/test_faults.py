@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from trireme import ps, remote
 
-from harness.faults import kill_this_rank, note_death, seconds_since_death
+from harness.deaths import SEEN_S, assert_seen_soon
+from harness.faults import kill_this_rank, note_death
 from harness.forks import in_child
 from harness.interpreters import Interpreter, run_interpreters
 from harness.meeting import process_of, say, state_of, stay_until, store, until
@@ -27,7 +28,6 @@ from remote.functions import FREED_S, add, entered, gate, gated, open_gate
 from remote.networks import TOKENS, count_graphs, make_chain, make_counted, make_mlp, make_waiting
 from remote.objects import ALIVE, Box, Counter, count_alive
 from remote.ranks import (
-    DEATH_SEEN_S,
     on_remote_ranks,
     on_remote_shm_and_gloo_ranks,
     raised,
@@ -65,10 +65,6 @@ def kill(rank: int) -> None:
 
 def until_dead(rank: int) -> None:
     until(lambda: state_of(process_of(rank)) == "Z")
-
-
-def assert_seen_soon() -> None:
-    assert seconds_since_death() < DEATH_SEEN_S
 
 
 on_dying_ranks = {"patience_s": AGES_S, "timeout": 40}
@@ -109,7 +105,7 @@ def test_the_owner_of_a_module_dies_between_calls(rank: int) -> None:
         net.step()
     with refused(dist.DistBackendError, "p1 (rank 1)", "died"):
         remote.Module("p1", make_mlp)
-    assert time.monotonic() - began < DEATH_SEEN_S
+    assert time.monotonic() - began < SEEN_S
     del losses  # what they held has gone
 
 
