@@ -156,8 +156,7 @@ TEST_CASE("hundreds of jobs that wait may not be joined, and leave no threads be
     CHECK_FALSE(threads.is_exhausted());
     const Clock::time_point until = Clock::now() + kLong;
     int64_t left = count_threads();
-    for (; left > before && Clock::now() < until; left = count_threads())
-      std::this_thread::yield();
+    for (; left > before && Clock::now() < until; left = count_threads()) std::this_thread::yield();
     CHECK(left <= before);
   }
   threads.stop();
