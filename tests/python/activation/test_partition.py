@@ -288,8 +288,9 @@ def test_a_rank_that_does_not_come(rank: int, engine: str) -> None:
     say("done")
 
 
-@on_ranks(backend="trireme")
+@on_ranks(backend="trireme", fresh=True)
 def test_a_forked_child(rank: int) -> None:
+    """In fresh ranks: autograd refuses children once a deep backward has started threads."""
     x = inputs(0).requires_grad_() * 1
     out = trireme.checkpoint(torch.exp, x, partition=dist.group.WORLD)
     child = os.fork()

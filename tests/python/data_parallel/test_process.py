@@ -116,8 +116,11 @@ def forking(rank: int) -> None:
 
 
 def test_a_fork_after_use() -> None:
-    """The child makes threads of its own; a graph of the parent's raises in it."""
-    run_ranks(forking, 1)
+    """The child makes threads of its own; a graph of the parent's raises in it.
+
+    In a fresh process: autograd refuses children once a deep backward has started threads.
+    """
+    run_ranks(forking, 1, fresh=True)
 
 
 PROGRAM = """

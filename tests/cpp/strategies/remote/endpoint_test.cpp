@@ -1,3 +1,5 @@
+#include <trireme/strategies/remote/batches.h>
+
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
 
@@ -13,6 +15,7 @@
 #include <string>
 #include <thread>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace trireme::endpoint_test {
@@ -237,6 +240,31 @@ TEST_CASE("Calls of a batch are served at once, in the order in which they come"
     while (!calls.empty()) finish_first();
   });
   CHECK(wrong == std::vector<int64_t>{0, 0});
+}
+
+TEST_CASE("A call that was given up, or whose caller is gone, is in no batch", "[remote]") {
+  remote::Definition method;
+  method.name = "Counter.gather";
+  method.batch = 3;
+  remote::Batches batches;
+  const auto numbers_after = [&](int64_t from, int64_t number) {
+    remote::ServedCall call;
+    call.from = from;
+    call.number = number;
+    call.deadline = shm::Clock::time_point::max();
+    std::vector<std::pair<int64_t, int64_t>> numbers;
+    for (const auto& one : batches.add(method, std::move(call)).calls)
+      numbers.emplace_back(one.from, one.number);
+    return numbers;
+  };
+  CHECK(numbers_after(0, 7).empty());
+  CHECK(numbers_after(1, 7).empty());
+  batches.forget(0, 7);
+  batches.forget(1, 8);  // is not there
+  CHECK(numbers_after(2, 1).empty());
+  batches.forget(2);
+  CHECK(numbers_after(0, 8).empty());
+  CHECK(numbers_after(0, 9) == std::vector<std::pair<int64_t, int64_t>>{{1, 7}, {0, 8}, {0, 9}});
 }
 
 TEST_CASE("Calls go round in circles with one thread each", "[remote]") {
