@@ -60,7 +60,8 @@ class TRIREME_API PrefixCache {
   // whole numbers, one per row, from 0 to samples - 1; for a parameter that is trained; for layers
   // that draw random numbers, or change their buffers; for rows of another size than before. Where
   // all rows are there it costs a pass over the input and a copy of the outputs, on the threads of
-  // torch's intra-op pool.
+  // torch's intra-op pool. Where another thread draws random numbers while the layers run, they run
+  // once more, which shows that it was not them.
   at::Tensor forward(const at::Tensor& input, const at::Tensor& ids, PrefixLayers& layers);
 
  private:
@@ -94,6 +95,7 @@ class TRIREME_API PrefixCache {
                             const at::Tensor& into);
   bool complete(const at::Tensor& found, const Batch& batch, PrefixLayers& layers);
   at::Tensor run_layers(size_t first, const at::Tensor& input, PrefixLayers& layers);
+  at::Tensor run_once(size_t first, const at::Tensor& input, PrefixLayers& layers);
   bool stores() const;
   void store(const std::vector<CacheRow>& rows, const std::vector<uint64_t>& keys,
              const at::Tensor& outputs);

@@ -289,6 +289,11 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "that draw random numbers",
     ),
+    "those of a compiled layer": (
+        lambda: call(torch.compile(DropsAlways(), backend="aot_eager")),
+        ValueError,
+        "that draw random numbers",
+    ),
     "random numbers within a pipeline of threads": (
         in_pipeline_threads,
         ValueError,
