@@ -211,17 +211,17 @@ at::Tensor PrefixCache::run_layers(size_t first, const at::Tensor& input, Prefix
   std::vector<at::Generator> shared{at::detail::getDefaultCPUGenerator()};
   if (!input.is_cpu()) shared.push_back(at::globalContext().defaultGenerator(input.device()));
   const std::vector<at::Tensor> before = states_of(own);
-  const auto others_draw = [&](const auto& body) {
+  const auto somebody_draws = [&](const auto& body) {
     const std::vector<at::Tensor> states = states_of(shared);
     body();
     return !are_equal(states_of(shared), states);
   };
   const ReplicaRandomGuard draws(own.front());
   at::Tensor outputs;
-  bool is_random = others_draw([&] { outputs = run_once(first, input, layers); });
+  bool is_random = somebody_draws([&] { outputs = run_once(first, input, layers); });
   if (is_random) {
     at::Tensor again;
-    is_random = others_draw([&] { again = run_once(first, input, layers); }) &&
+    is_random = somebody_draws([&] { again = run_once(first, input, layers); }) &&
                 hash_of_values(again) != hash_of_values(outputs);
     outputs = again;
   }

@@ -19,7 +19,7 @@ from contract.strategies import (
     strategies_with,
 )
 from fsdp.ranks import own
-from harness.deaths import Death, assert_seen_soon, die, die_when_awaited, run_deaths
+from harness.deaths import SEEN_S, Death, assert_seen_soon, die, die_when_awaited, run_deaths
 from harness.faults import HOUSE_FORM, Breaks, break_it, message_of, raises
 from harness.meeting import meet_again, say, set_timeout, stay_until
 from harness.models import mlp
@@ -148,7 +148,7 @@ def outlive(rank: int, strategy: Strategy, moment: str) -> None:
             ours.optimizer.step()
     except dist.DistBackendError as error:
         text = message_of(error)
-    assert_seen_soon()
+    assert_seen_soon(SEEN_S if strategy.recovers else 10)  # Gloo tells one neighbour, that the next
     parts = (
         f"(rank {rank} of 3)",
         *strategy.dead.get("always", ()),

@@ -74,7 +74,7 @@ def losses(kept: trireme.ActivationCache | None, frozen: int = 2) -> list[float]
     front, rest = layers(4)[:frozen], layers(4)[frozen:]
     for layer in front:
         layer.requires_grad_(False)
-    prefix = None if kept is None else trireme.CachedPrefix(front, kept, always=True)
+    prefix = None if kept is None else trireme.CachedPrefix(front, kept)
     ddp = trireme.DistributedDataParallel(nn.Sequential(*rest))
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.02)
     found = []
