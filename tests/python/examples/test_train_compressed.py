@@ -42,8 +42,10 @@ def test_the_cpp_program_reaches_the_same_losses(method: str) -> None:
     of_python, of_cpp = (
         run(program, 2, "--method", method) for program in (PYTHON, cpp_program("train_compressed"))
     )
-    # A last bit can turn a step of a code.
-    assert losses(of_cpp) == pytest.approx(losses(of_python), rel=2e-3)
+    # A last bit can turn a step of a code. From step 40 on that shows: by 0.5 % between one thread
+    # and two of one program. Another method differs by 0.6 % at step 20.
+    assert losses(of_cpp)[:2] == pytest.approx(losses(of_python)[:2], rel=5e-4)
+    assert losses(of_cpp) == pytest.approx(losses(of_python), rel=2e-2)
     assert sent_share(of_cpp) == sent_share(of_python) > 0
 
 
