@@ -14,8 +14,10 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <filesystem>
 #include <mutex>
 #include <numeric>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -101,6 +103,13 @@ at::Tensor readable(const at::Tensor& values) {
                                                  .memory_format(c10::MemoryFormat::Contiguous)
                                                  .pinned_memory(values.is_cuda()));
   return copy.copy_(plain);
+}
+
+// Returns the path that `path` means now, wherever the process works later.
+std::string path_of_now(const std::string& path) {
+  std::error_code error;
+  const std::filesystem::path absolute = std::filesystem::absolute(path, error);
+  return path.empty() || error ? path : absolute.string();
 }
 
 // Puts what can be read in the place of the parts' values, and returns it, in the content's order.
@@ -194,6 +203,7 @@ PendingSave save_in_background(BackgroundSave save, const CheckpointRanks& ranks
   const auto begin = std::chrono::steady_clock::now();
   auto flight = std::make_shared<SaveInFlight>();
   flight->path = save.path;
+  save.path = path_of_now(save.path);
   flight->where = ranks.where();
   flight->group = ranks.communicator.get();
   flight->caller = std::this_thread::get_id();

@@ -124,24 +124,32 @@ void CheckpointSeries::make_room(int64_t step) {
 }
 
 void CheckpointSeries::keep_last(int64_t step) noexcept {
-  try {
+  // One that stays keeps no other from being deleted.
+  const auto or_warn = [&](const auto& remove) {
+    try {
+      remove();
+    } catch (const std::exception& error) {
+      TORCH_WARN(error_text("checkpoints",
+                            "an old checkpoint stays in '" + folder_ + "': " + what_of(error),
+                            where_, "Remove it yourself."));
+    }
+  };
+  or_warn([&] {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::vector<int64_t> others = steps();
     std::erase_if(others, [&](int64_t it) { return it == step || damaged_.count(it) > 0; });
     const auto kept = static_cast<size_t>(keep_ - 1);
     others.resize(others.size() > kept ? others.size() - kept : 0);
-    for (const int64_t old : others) CheckpointFolder(path_of(old), where_).remove_checkpoint();
+    for (const int64_t old : others)
+      or_warn([&] { CheckpointFolder(path_of(old), where_).remove_checkpoint(); });
     for (const auto& entry : fs::directory_iterator(folder_)) {
       std::string name = entry.path().filename().string();
       if (!name.ends_with(kMaking)) continue;
       const auto left = step_of(name.substr(0, name.size() - kMaking.size()));
-      if (left && *left != step) CheckpointFolder(path_of(*left), where_).abandon();
+      if (left && *left != step)
+        or_warn([&] { CheckpointFolder(path_of(*left), where_).abandon(); });
     }
-  } catch (const std::exception& error) {
-    TORCH_WARN(error_text("checkpoints",
-                          "an old checkpoint stays in '" + folder_ + "': " + what_of(error), where_,
-                          "Remove it yourself."));
-  }
+  });
 }
 
 }  // namespace trireme

@@ -64,6 +64,16 @@ struct Checkpoints::State {
     }
   }
 
+  // Begins a save. Throws the error of the one before, too, which wait() then throws no more.
+  PendingSave begin(const ModuleSave& save) {
+    try {
+      return save_module(save);
+    } catch (...) {
+      if (pending && pending->done()) pending.reset();
+      throw;
+    }
+  }
+
   // Returns a checkpoint all of whose bytes are those that were saved; nothing if it is damaged.
   std::unique_ptr<CheckpointReader> open(int64_t step, std::vector<std::string>& told) const {
     const std::string path = series->path_of(step);
@@ -135,13 +145,13 @@ std::optional<PendingSave> Checkpoints::save(int64_t n, const std::string& extra
   save.options.asynchronous = state_->options.asynchronous;
   save.numbered = {state_->series, n, random_to_save(state_->ranks),
                    [&] { return text_of_step(n, extra, state_->options.batches); }};
-  state_->pending.reset();
-  state_->or_log([&] { state_->pending = save_module(save); });
-  return state_->pending;
+  const bool is_begun = state_->or_log([&] { state_->pending = state_->begin(save); });
+  return is_begun ? state_->pending : std::nullopt;
 }
 
 void Checkpoints::wait() {
-  if (state_->pending) state_->or_log([&] { state_->pending->wait(); });
+  const std::optional<PendingSave> pending = std::exchange(state_->pending, std::nullopt);
+  if (pending) state_->or_log([&] { pending->wait(); });
 }
 
 std::optional<LoadedStep> Checkpoints::load_latest() {

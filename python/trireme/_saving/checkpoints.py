@@ -31,6 +31,10 @@ _AREA = Area("checkpoints")
 _MOST = 10**18
 
 
+def _is_communication(error: Exception) -> bool:
+    return isinstance(error, dist.DistBackendError)
+
+
 class Stateful(Protocol):
     """What has a state that JSON can say: a scheduler, a scaler, a loader."""
 
@@ -141,8 +145,7 @@ class Checkpoints:
         """
         self._expect_step(n)
         if self._logs:
-            self._log_failure_of(self._pending)
-            self._pending = None
+            self._wait(None)
         numbered = Numbered(self._series, n, {RANDOM: random_to_save(self._ranks)})
         try:
             save = Save(
@@ -153,24 +156,19 @@ class Checkpoints:
                 numbered=numbered,
             )
             self._pending = save.begin(self._ranks, asynchronous=self._asynchronous)
-        except (ValueError, TypeError):
-            raise
-        except RuntimeError as error:
-            if not self._logs or isinstance(error, dist.DistBackendError):
+        except (ValueError, TypeError, RuntimeError) as error:
+            # It may be that of the save before, which wait() then raises no more.
+            if self._pending is not None and self._pending.done():
+                self._pending = None
+            if not self._logs or not isinstance(error, RuntimeError) or _is_communication(error):
                 raise
             self._log(error)
             return None
         return self._pending
 
     def wait(self, timeout: float | None = None) -> None:
-        """Returns when the last save is durable; raises as its ``wait()``, or logs."""
-        pending = self._pending
-        if pending is None:
-            return
-        if self._logs:
-            self._log_failure_of(pending, timeout)
-        else:
-            pending.wait(timeout)
+        """Returns when the last save is durable; raises as its ``wait()``, or logs, once."""
+        self._wait(timeout)
 
     def load_latest(self) -> LoadedStep | None:
         """Loads the newest checkpoint that is whole; None where there is none yet.
@@ -264,13 +262,14 @@ class Checkpoints:
         if not 0 <= n < _MOST:
             _AREA.refuse(f"got n={n}, expected 0 or more", "Count the steps that are done.")
 
-    def _log_failure_of(self, pending: PendingSave | None, timeout: float | None = None) -> None:
+    def _wait(self, timeout: float | None) -> None:
         try:
-            if pending is not None:
-                pending.wait(timeout)
-        except (TimeoutError, dist.DistBackendError):
-            raise
-        except (ValueError, RuntimeError) as error:
+            if self._pending is not None:
+                self._pending.wait(timeout)
+        except (ValueError, TypeError, RuntimeError) as error:
+            self._pending = None
+            if not self._logs or isinstance(error, TypeError) or _is_communication(error):
+                raise
             self._log(error)
 
     def _log(self, error: Exception) -> None:

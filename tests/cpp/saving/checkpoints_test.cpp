@@ -235,6 +235,30 @@ TEST_CASE("a run goes on at its newest whole checkpoint, random numbers included
   CHECK(fs::exists(folder.at("run") + "/step-0000000004"));
 }
 
+TEST_CASE("an error of a numbered save is thrown once, and the run goes back") {
+  const TemporaryFolder folder;
+  std::vector<std::string> errors;
+  std::vector<int64_t> loaded;
+  run_thread_ranks(
+      1,
+      [&](ThreadRank& rank) {
+        auto net = make_net();
+        Checkpoints saves(folder.at("run"), *net, nullptr,
+                          {.every = 1, .communicator = rank.communicator});
+        saves.save(1);
+        saves.wait();
+        std::ofstream(folder.at("run") + "/step-0000000002") << "in the way";
+        for (const bool waits : {true, false}) {
+          saves.save(2);
+          errors.push_back(error_of([&] { waits ? saves.wait() : void(saves.save(3)); }));
+          loaded.push_back(saves.load_latest().value().step);
+        }
+      },
+      kPatience, Engine::kShm);
+  for (const std::string& error : errors) CHECK(has(error, "found a file"));
+  CHECK(loaded == std::vector<int64_t>{1, 1});
+}
+
 TEST_CASE("what are no numbered checkpoints is refused") {
   const TemporaryFolder folder;
   std::ofstream(folder.at("file")) << "mine";

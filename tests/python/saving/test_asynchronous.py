@@ -175,6 +175,24 @@ def test_errors_come_by_wait_and_by_the_next_save(tmp_path: Path) -> None:
     trireme.save_checkpoint(tmp_path / "ck", model, asynchronous=True).wait()
 
 
+@on_shm_ranks(2)
+def test_a_relative_path_is_that_of_the_call(rank: int, tmp_path: Path) -> None:
+    """Wherever the process works when the save begins to write, which it does with rank 1's."""
+    model, before = mlp(), Path.cwd()
+    trireme.save_checkpoint(tmp_path / "first", model, asynchronous=True).wait()
+    if rank == 1:
+        dist.barrier()
+    os.chdir(tmp_path)
+    try:
+        pending = trireme.save_checkpoint("ck", model, asynchronous=True)
+    finally:
+        os.chdir(before)
+    if rank == 0:
+        dist.barrier()
+    pending.wait()
+    assert on_disk(str(tmp_path / "ck")).keys() == on_disk(str(tmp_path / "first")).keys()
+
+
 def test_a_synchronous_save_is_done(tmp_path: Path) -> None:
     pending = trireme.save_checkpoint(tmp_path / "ck", mlp())
     assert isinstance(pending, trireme.PendingSave)

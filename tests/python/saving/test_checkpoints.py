@@ -154,6 +154,8 @@ def test_only_folders_of_ours_are_deleted(
     saves.save(4)
     assert "an old checkpoint stays" in capfd.readouterr().err
     assert (folder / "step-0000000002" / "notes.txt").read_text() == "mine"
+    saves.save(5)
+    assert _names(folder) == ["notes.txt", "step-0000000002", "step-0000000005"]
     (folder / "step-0000000002" / "notes.txt").unlink()
     (folder / "step-0000000006.saving").mkdir()  # what an interrupted save has left
     saves.save(8)
@@ -381,6 +383,13 @@ def test_a_save_that_fails(on_error: str, tmp_path: Path) -> None:
     if on_error == "raise":
         with raises(ValueError, "found a file"):
             saves.step(3)
+        for fails in (False, True):
+            if fails:
+                saves.step(2)
+                with raises(ValueError, "found a file"):
+                    saves.wait()
+            start = saves.load_latest()  # who has heard of the error goes back
+            assert start is not None and start.step == 1
         saves.step(3)
     else:
         with pytest.warns(UserWarning, match="a save has failed, and training goes on"):
