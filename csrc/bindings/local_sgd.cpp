@@ -118,7 +118,7 @@ void init_local_sgd(py::module_& module) {
       .def_property_readonly("worker", [](const Rounds& rounds) { return rounds.workers().rank(); })
       .def("wait_for_fragment",
            wrap_pybind_function_no_gil([](Rounds& rounds) { rounds.wait_for_fragment(); }))
-      .def("has_anchors", &Rounds::has_anchors)
+      .def("has_agreed", &Rounds::has_agreed)
       .def("take_anchors", wrap_pybind_function_no_gil(&Rounds::take_anchors))
       .def("restart",
            wrap_pybind_function_no_gil([](Rounds& rounds) { rounds.restore({}, std::nullopt); }))

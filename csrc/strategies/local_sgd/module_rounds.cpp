@@ -106,7 +106,8 @@ ModuleRounds::~ModuleRounds() {
 }
 
 at::Tensor ModuleRounds::step(torch::optim::Optimizer::LossClosure closure) {
-  if (!std::exchange(is_begun_, true)) rounds_->begin();
+  if (!is_begun_) rounds_->begin();
+  is_begun_ = true;
   at::Tensor loss;
   try {
     loss = trireme::step(optimizer_, std::move(closure));

@@ -123,7 +123,7 @@ void ModuleRounds::add_to(CheckpointContent& content, const TrainedModule& train
   std::vector<RoundPart> parts;
   together(ranks, [&] {
     check_same_optimizer(trained);
-    if (!rounds_->has_anchors()) rounds_->take_anchors();
+    if (!rounds_->has_agreed()) rounds_->take_anchors();
     parts = door_->parts();
     rounds_->wait_for_fragment();
     put_anchors(*rounds_, parts, content.tensors[kModelTensors]);

@@ -69,7 +69,7 @@ std::vector<size_t> Rounds::own() const {
 void Rounds::begin() {
   check_usable();
   open();
-  if (has_anchors_) return;
+  if (has_agreed_) return;
   try {
     agree_on_start();
   } catch (const std::exception& error) {
@@ -118,6 +118,7 @@ void Rounds::agree_on_start() {
     for (const Fragment& fragment : setup_.fragments) spread(fragment);
   });
   take_anchors();
+  has_agreed_ = true;
 }
 
 void Rounds::take_anchors() {
@@ -126,7 +127,6 @@ void Rounds::take_anchors() {
   const std::vector<at::Tensor> values = setup_.door->values(parameters);
   for (size_t i = 0; i < parameters.size(); ++i)
     setup_.parameters[parameters[i]].anchor.detach().copy_(values[i].detach());
-  has_anchors_ = true;
 }
 
 void Rounds::after_step() {
@@ -275,7 +275,7 @@ void Rounds::restore(const RoundState& state, std::optional<ArrivedFragment> arr
   arrived_ = std::move(arrived);
   leaving_.reset();
   average_.abandon();
-  has_anchors_ = true;
+  has_agreed_ = true;
 }
 
 void Rounds::check_usable() const {

@@ -113,7 +113,9 @@ class TRIREME_API Rounds {
   void restore(const RoundState& state, std::optional<ArrivedFragment> arrived);
   // Makes the present parameters the anchors.
   void take_anchors();
-  bool has_anchors() const { return has_anchors_; }
+  // Whether workers have agreed on where they begin, or have loaded that: before, there are no
+  // anchors.
+  bool has_agreed() const { return has_agreed_; }
 
  private:
   void advance();
@@ -133,7 +135,7 @@ class TRIREME_API Rounds {
   Setup setup_;
   WorkerAverage average_;
   RoundState state_;
-  bool has_anchors_ = false;
+  bool has_agreed_ = false;
   std::optional<size_t> leaving_;  // the fragment on its way
   std::optional<ArrivedFragment> arrived_;
   std::string failure_;

@@ -40,7 +40,7 @@ def add_rounds(
     ranks = Ranks(group, shares_writing=False)
     with ranks.together():
         held = _held(rounds, model, optimizer, ranks)
-        if not held.core.has_anchors():
+        if not held.core.has_agreed():
             held.core.take_anchors()
         parts = _PartsOfRounds(held, ranks)
     held.core.wait_for_fragment()

@@ -118,6 +118,19 @@ def test_a_plain_checkpoint_begins_rounds(rank: int, tmp_path: Path) -> None:
 
 
 @on_ranks()
+def test_workers_agree_on_a_start_after_a_save(rank: int, tmp_path: Path) -> None:
+    """One that comes before the block: its anchors are each worker's own."""
+    model, optimizer, _, rounds = made(None)
+    with torch.no_grad():
+        for param in model.parameters():
+            param += rank
+    trireme.save_checkpoint(tmp_path / "saved", model, optimizer, rounds=rounds)
+    with rounds:
+        for mine, first in zip(model.parameters(), mlp().parameters(), strict=True):
+            assert torch.equal(mine, first)
+
+
+@on_ranks()
 def test_refused(rank: int, tmp_path: Path) -> None:
     model, optimizer, _, rounds = made(None)
     with raises(TypeError, "rounds"):

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <catch_torch.h>
 #include <chrono>
+#include <memory>
 #include <optional>
 #include <string>
 #include <temporary_folder.h>
@@ -204,13 +205,17 @@ TEST_CASE("options that differ, other optimizers and second rounds are refused")
       DiLoCo(*model, optimizer,
              {.sync_every = 1, .outer_optimizers = {&other}, .across = rank.communicator});
     });
-    LocalSGD first(*model, optimizer, {.sync_every = 5, .across = rank.communicator});
-    LocalSGD second(*model, optimizer, {.sync_every = 5, .across = rank.communicator});
-    first.step();
+    const LocalSGDOptions options{.sync_every = 5, .across = rank.communicator};
+    auto first = std::make_unique<LocalSGD>(*model, optimizer, options);
+    LocalSGD second(*model, optimizer, options), third(*model, optimizer, options);
+    first->step();
     expect("other open rounds", [&] { second.step(); });
-    expect("weight=-1", [&] { first.set_weight(-1); });
+    expect("weight=-1", [&] { first->set_weight(-1); });
+    first.reset();
+    second.step();  // begins, which it had not
+    expect("other open rounds", [&] { third.step(); });
   });
-  CHECK(refused == 5 * kWorkers);
+  CHECK(refused == 6 * kWorkers);
 }
 
 TEST_CASE("an exception in a step of one worker is named on the others") {
