@@ -6,6 +6,8 @@
 
 #include <bit>
 #include <cmath>
+#include <cstdint>
+#include <limits>
 #include <sstream>
 #include <type_traits>
 
@@ -125,6 +127,10 @@ int64_t bytes_of(const Method& method, const MatrixShape& shape) {
 template <typename Method>
 bool is_left_dense(const Method& /*method*/, const MatrixShape& /*shape*/) {
   return false;
+}
+// A place has 32 bits.
+bool is_left_dense(const TopK& method, const MatrixShape& shape) {
+  return !method.chunk && shape.numel() > std::numeric_limits<uint32_t>::max();
 }
 bool is_left_dense(const PowerSGD& method, const MatrixShape& shape) {
   const auto numel = static_cast<double>(shape.numel());

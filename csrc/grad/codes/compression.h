@@ -94,7 +94,7 @@ struct Sign {
 //
 // Without `exact`, parameters of 65536 elements and more send those above a threshold, which is
 // kept from step to step and corrected by a sample: at most as many, and on average 4 of 5 or more.
-// Chunks are exact.
+// Chunks are exact. Parameters of 2^32 elements and more go as fp32, unless in chunks.
 struct TopK {
   double density = 0.01;              // in (0, 1]: ceil(density * n) of n elements are sent
   std::optional<int64_t> chunk = {};  // a power of two; all of the parameter if absent

@@ -55,10 +55,17 @@ class DistributedOptimizer final : public Inner {
 
   // Synchronizes, and makes a step of `Inner`. Gradients that `closure` computes are reduced, too.
   at::Tensor step(Closure closure = nullptr) override {
+    distributed_.check_parameters(this->param_groups());
     return distributed_.run([this](Closure inner) { return Inner::step(std::move(inner)); },
                             closure);
   }
-  // Hides torch's.
+  // These two hide torch's. add_param_group() is collective; called through torch's class it makes
+  // the next step throw.
+  void add_param_group(const torch::optim::OptimizerParamGroup& param_group) {
+    distributed_.check_adds_now();
+    Inner::add_param_group(param_group);
+    distributed_.add(param_group.params(), this->param_groups().size());
+  }
   void zero_grad(bool set_to_none = true) {
     distributed_.gradients().check_zero_grad();
     Inner::zero_grad(set_to_none);
@@ -67,24 +74,24 @@ class DistributedOptimizer final : public Inner {
   // Brings every .grad to its reduced value, if backward has not done so already.
   void synchronize() { distributed_.gradients().synchronize(); }
   void set_backward_passes_per_step(int64_t passes) {
-    distributed_.gradients().set_backward_passes_per_step(passes);
+    distributed_.set_backward_passes_per_step(passes);
   }
 
   // While the guard lives steps do not synchronize: synchronize() was called before.
   class SkipSynchronize {
    public:
-    explicit SkipSynchronize(OptimizerGradients& gradients) : gradients_(gradients) {
-      gradients_.set_steps_synchronize(false);
+    explicit SkipSynchronize(DistributedStep& distributed) : distributed_(distributed) {
+      distributed_.gradients().set_steps_synchronize(false);
     }
-    ~SkipSynchronize() { gradients_.set_steps_synchronize(true); }
+    ~SkipSynchronize() { distributed_.gradients().set_steps_synchronize(true); }
     SkipSynchronize(const SkipSynchronize&) = delete;
     SkipSynchronize& operator=(const SkipSynchronize&) = delete;
 
    private:
-    OptimizerGradients& gradients_;
+    DistributedStep& distributed_;
   };
   [[nodiscard]] SkipSynchronize skip_synchronize() {
-    return SkipSynchronize(distributed_.gradients());
+    return SkipSynchronize(distributed_);
   }
 
  private:

@@ -3,6 +3,8 @@
 #include <trireme/strategies/horovod/adasum.h>
 
 #include <ATen/ATen.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <utility>
 
@@ -60,10 +62,41 @@ OptimizerParameters::OptimizerParameters(const torch::nn::Module& module)
 DistributedStep::DistributedStep(const NamedParameters& parameters,
                                  std::shared_ptr<Communicator> ranks,
                                  const DistributedOptimizerOptions& options)
-    : parameters_(parameters.tensors),
-      ranks_(ranks),
+    : parameters_(parameters),
+      ranks_(std::move(ranks)),
       combines_(options.op == Op::kAdasum),
-      gradients_(parameters, ranks, checked(options, ranks->rank_of())) {}
+      options_(checked(options, ranks_->rank_of())),
+      gradients_(std::make_unique<OptimizerGradients>(parameters_, ranks_, options_)) {}
+
+void DistributedStep::set_backward_passes_per_step(int64_t passes) {
+  gradients_->set_backward_passes_per_step(passes);
+  options_.backward_passes_per_step = passes;
+}
+
+void DistributedStep::check_adds_now() const {
+  TORCH_CHECK(!gradients_->has_passes(),
+              error_text(kArea, "got parameters to add between a backward and its step",
+                         ranks_->rank_of(), "Add them after step()."));
+}
+
+void DistributedStep::add(const std::vector<at::Tensor>& parameters, size_t groups) {
+  for (size_t i = 0; i < parameters.size(); ++i)
+    append(parameters_, c10::str("allreduce.noname.", groups - 1, ".", i), parameters[i]);
+  gradients_->end("parameters were added");
+  gradients_ = std::make_unique<OptimizerGradients>(parameters_, ranks_, options_);
+}
+
+void DistributedStep::check_parameters(
+    const std::vector<torch::optim::OptimizerParamGroup>& groups) const {
+  size_t stepped = 0;
+  for (const torch::optim::OptimizerParamGroup& group : groups) stepped += group.params().size();
+  TORCH_CHECK(stepped == parameters_.tensors.size(),
+              error_text(kArea,
+                         c10::str("got ", stepped, " parameters to step, expected the ",
+                                  parameters_.tensors.size(), " whose gradients are reduced"),
+                         ranks_->rank_of(),
+                         "Call add_param_group() of the DistributedOptimizer itself."));
+}
 
 at::Tensor DistributedStep::run(const std::function<at::Tensor(Closure)>& inner,
                                 const Closure& closure) {
@@ -76,32 +109,32 @@ at::Tensor DistributedStep::run_reducing(const std::function<at::Tensor(Closure)
   if (closure) {
     reducing = [&] {
       at::Tensor loss = closure();
-      if (gradients_.has_passes()) {
-        gradients_.synchronize();
-        gradients_.forget_passes();
+      if (gradients_->has_passes()) {
+        gradients_->synchronize();
+        gradients_->forget_passes();
       }
       return loss;
     };
   }
-  if (!closure || gradients_.has_passes()) {
-    if (const auto warning = gradients_.warning_of_step()) TORCH_WARN(*warning);
-    gradients_.begin_step();
+  if (!closure || gradients_->has_passes()) {
+    if (const auto warning = gradients_->warning_of_step()) TORCH_WARN(*warning);
+    gradients_->begin_step();
   }
   return inner(reducing);
 }
 
 at::Tensor DistributedStep::run_combining(const std::function<at::Tensor(Closure)>& inner,
                                           const Closure& closure) {
-  gradients_.begin_step();
+  gradients_->begin_step();
   std::vector<at::Tensor> stepped;
   std::vector<at::Tensor> before;
-  for (const at::Tensor& parameter : parameters_) {
+  for (const at::Tensor& parameter : parameters_.tensors) {
     if (!parameter.requires_grad()) continue;
     stepped.push_back(parameter.detach());
     before.push_back(stepped.back().clone());
   }
   at::Tensor loss = inner(closure);
-  gradients_.forget_passes();
+  gradients_->forget_passes();
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> changes;
   for (size_t i = 0; i < stepped.size(); ++i) changes.push_back(stepped[i] - before[i]);

@@ -10,6 +10,7 @@
 #include <torch/nn/pimpl.h>
 #include <torch/optim/optimizer.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -49,7 +50,15 @@ class TRIREME_API DistributedStep {
   DistributedStep(const NamedParameters& parameters, std::shared_ptr<Communicator> ranks,
                   const DistributedOptimizerOptions& options);
 
-  OptimizerGradients& gradients() { return gradients_; }
+  OptimizerGradients& gradients() { return *gradients_; }
+  void set_backward_passes_per_step(int64_t passes);
+  // Throws c10::Error between a backward and its step, when no parameters may come.
+  void check_adds_now() const;
+  // Reduces gradients of these parameters, too: those of a group that the optimizer has now, the
+  // last one of `groups`. Collective; throws as the constructor does.
+  void add(const std::vector<at::Tensor>& parameters, size_t groups);
+  // Throws c10::Error if the optimizer steps parameters that it has by other ways.
+  void check_parameters(const std::vector<torch::optim::OptimizerParamGroup>& groups) const;
   // Calls `inner` with a closure that reduces what it computes.
   at::Tensor run(const std::function<at::Tensor(Closure)>& inner, const Closure& closure);
 
@@ -57,10 +66,11 @@ class TRIREME_API DistributedStep {
   at::Tensor run_reducing(const std::function<at::Tensor(Closure)>& inner, const Closure& closure);
   at::Tensor run_combining(const std::function<at::Tensor(Closure)>& inner, const Closure& closure);
 
-  std::vector<at::Tensor> parameters_;
+  NamedParameters parameters_;
   std::shared_ptr<Communicator> ranks_;
   bool combines_;  // what steps change, by Adasum
-  OptimizerGradients gradients_;
+  OptimizerGradientsOptions options_;
+  std::unique_ptr<OptimizerGradients> gradients_;
 };
 
 }  // namespace trireme::horovod

@@ -132,6 +132,45 @@ TEST_CASE("Passes of a distributed optimizer are counted", "[horovod]") {
   }
 }
 
+TEST_CASE("Gradients of a group that is added are reduced, too", "[horovod]") {
+  const auto train = [](auto& optimizer, UnevenNet& net, const auto& rest, const auto& input) {
+    for (int64_t step = 0; step < kSteps; ++step) {
+      if (step == 1) optimizer.add_param_group(torch::optim::OptimizerParamGroup(rest));
+      net->zero_grad();
+      net->forward(input(step)).backward();
+      optimizer.step();
+    }
+  };
+  const auto split = [](UnevenNet& net) {
+    const std::vector<at::Tensor> all = net->parameters();
+    return std::pair(std::vector(all.begin(), all.begin() + 2),
+                     std::vector(all.begin() + 2, all.end()));
+  };
+  UnevenNet one;
+  const auto [first, rest] = split(one);
+  SGD plain(first, SGDOptions(0.1));
+  train(plain, one, rest, [](int64_t step) { return whole_batch(step); });
+  const auto said = on_ranks<std::vector<std::string>>(2, Engine::kShm, [&](ThreadRank& rank) {
+    UnevenNet net;
+    const auto [own, added] = split(net);
+    DistributedOptimizer<SGD> optimizer(own, SGDOptions(0.1), rank.communicator);
+    train(optimizer, net, added, [&](int64_t step) { return part_of_batch(step, rank.where); });
+    const auto unlike = count_unlike(values_of(net->parameters()), values_of(one->parameters()));
+    const std::vector<at::Tensor> tensors{at::ones({2}).requires_grad_()};
+    const torch::optim::OptimizerParamGroup more(tensors);
+    net->forward(part_of_batch(0, rank.where)).backward();
+    const std::string early = error_of([&] { optimizer.add_param_group(more); });
+    optimizer.step();
+    static_cast<torch::optim::Optimizer&>(optimizer).add_param_group(more);
+    return std::vector{std::to_string(unlike), early, error_of([&] { optimizer.step(); })};
+  });
+  for (const std::vector<std::string>& texts : said) {
+    CHECK(texts[0] == "0");
+    CHECK(texts[1].find("to add between a backward and its step") != std::string::npos);
+    CHECK(texts[2].find("parameters to step, expected the") != std::string::npos);
+  }
+}
+
 TEST_CASE("Adasum combines what steps change", "[horovod]") {
   const at::Tensor a = at::tensor({1.0, 2.0, 0.0});
   const at::Tensor b = at::tensor({2.0, 0.0, 1.0});
