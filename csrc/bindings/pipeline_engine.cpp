@@ -363,7 +363,8 @@ void init_pipeline_engine(py::module_& module) {
                  engine.set_parameters(stage, to_parameters(std::move(parameters)),
                                        std::move(strategies));
                }),
-           py::arg("stage"), py::arg("parameters"), py::arg("strategies"));
+           py::arg("stage"), py::arg("parameters"), py::arg("strategies"))
+      .def("set_buffers", wrap_pybind_function(&PipelineEngine::set_buffers), py::arg("buffers"));
   py::class_<PipelineThreads, PipelineRunner, std::shared_ptr<PipelineThreads>>(module,
                                                                                 "PipelineThreads")
       .def(py::init(wrap_pybind_function(make_pipeline_threads)), py::arg("schedule"),

@@ -82,6 +82,11 @@ class TRIREME_API PipelineEngine final : public PipelineRunner {
   // on. Throws ValueError where a tied parameter is missing.
   void set_parameters(int64_t stage, NamedParameters parameters,
                       std::vector<std::shared_ptr<DeferredSync>> strategies = {});
+  // Replaces the buffers of all stages of this rank: in each step replicas begin with those of the
+  // first one.
+  void set_buffers(std::vector<at::Tensor> buffers) {
+    gradients_->set_buffers(std::move(buffers));
+  }
 
  private:
   // The kind of a run: a step, an evaluation, or one half of a pass.

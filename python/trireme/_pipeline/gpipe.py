@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -104,11 +105,13 @@ class GPipe(nn.Module):
             return self._made_pipe()
 
     def _made_pipe(self) -> Pipeline:
-        if self._pipeline is None:
+        partitions = list(self.partitions)
+        made = self._pipeline
+        if made is None or not all(map(operator.is_, made._modules.values(), partitions)):
             pipe = Pipeline(
-                nn.Sequential(*self.partitions),  # whole, so that their hooks are called
+                nn.Sequential(*partitions),  # whole, so that their hooks are called
                 self.chunks,
-                balance=[1] * len(self.partitions),
+                balance=[1] * len(partitions),
                 devices=self.devices,
                 checkpoint=self.checkpoint,
             )

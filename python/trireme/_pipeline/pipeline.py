@@ -175,11 +175,13 @@ class Pipeline(ScalesLosses, nn.Module):
         self._keep_loss(loss, is_held=own[-1] is self._stages[-1])
         kept = [name for stage in own for name in stage.layers]
         self._norms = defer(layers, kept, chunks if deferred_batch_norm else None)
+        modules = {**modules, **layers}
         cut.show({name: layers[name] for name in kept}, self)
         self._names_in_whole = cut.names_in_whole(modules)
         self._expected = ExpectedCalls(list(layers.values()), loss, self._group)
         self._make_calls(own, modules, loss)
-        self._seen = list(self.parameters())
+        self._seen, self._seen_buffers = list(self.parameters()), list(self.buffers())
+        self._shows_layers = split is None
         self._scale_grads, self._checkpoint = scale_grads, checkpoint
         if not self._is_threaded:
             note_stages(self._seen, self)
@@ -486,6 +488,10 @@ class Pipeline(ScalesLosses, nn.Module):
 
     def _look_at_parameters(self) -> None:
         """Notices those that were put in place of others, and those that are elsewhere."""
+        if self._shows_layers:
+            self._expect_own_layers()
+        if self._replicas is not None:
+            self._look_at_buffers()
         now = list(self.parameters())
         if not are_same(now, self._seen):
             self._seen = now
@@ -498,3 +504,24 @@ class Pipeline(ScalesLosses, nn.Module):
                 core.set_parameters(call.stage.number, held.parameters, held.strategies)
         for call in self._calls:
             call.expect_unmoved(self._group)
+
+    def _look_at_buffers(self) -> None:
+        """Notices those that were put in place of others; a forward may do so in each step."""
+        now = list(self.buffers())
+        if not are_same(now, self._seen_buffers):
+            assert isinstance(self._core, PipelineEngine)
+            self._core.set_buffers(
+                [buffer for held in held_by_calls(self._calls) for buffer in held.buffers[1]]
+            )
+            self._seen_buffers = now
+
+    def _expect_own_layers(self) -> None:
+        """Refuses a layer in place of another one, which the stage would go on to call."""
+        for call in self._calls:
+            for name, layer in zip(call.stage.layers, call.layers, strict=True):
+                there = self._modules.get(name)
+                if there is not layer:
+                    got = f"got {type(there).__name__} in place of layer '{name}'"
+                    expected = f"expected the {type(layer).__name__} that the pipeline was made of"
+                    next_step = "Replace layers before, or make the pipeline anew."
+                    refuse(f"{got}, {expected}", next_step, self._group)

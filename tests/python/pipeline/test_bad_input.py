@@ -180,6 +180,21 @@ def test_outputs_that_cannot_be_merged(rank: int) -> None:
 
 
 @on_shm_ranks(2)
+def test_a_layer_in_place_of_another(rank: int) -> None:
+    """Stages go on to call what they were made of."""
+    pipe = Pipeline(tanh_layers(), 2, ranks=True, loss=mse_loss)
+    last = pipe.get_submodule("7") if rank == 1 else None
+    if rank == 1:
+        pipe.add_module("7", nn.Identity())
+    expected = "got Identity in place of layer '7', expected the Tanh" if rank else "that rank 1"
+    with raises(ValueError, expected):
+        pipe.step(rows(0), target=rows(1))
+    if rank == 1:
+        pipe.add_module("7", last)
+    pipe.step(rows(0), target=rows(1))
+
+
+@on_shm_ranks(2)
 def test_a_stage_that_was_moved(rank: int) -> None:
     both = Both(tanh_layers)
     both.train(0)

@@ -114,11 +114,23 @@ def test_copies_train_as_one_process(rank: int, schedule: str) -> None:
             one.assert_same(name, parameter)
 
 
+class Average(nn.Module):
+    """Puts another tensor in the place of its buffer in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average = 0.5 * self.average + x.detach().mean(0)
+        return x
+
+
 @on_shm_ranks(4, timeout=60)
 def test_buffers_are_the_first_copys(rank: int) -> None:
     mesh, copy = meshes()
-    pipe = trireme.Pipeline(norms_between(), CHUNKS, mesh=mesh, loss=mse_loss)
-    alone = norms_between()
+    pipe = trireme.Pipeline(norms_between().append(Average()), CHUNKS, mesh=mesh, loss=mse_loss)
+    alone = norms_between().append(Average())
     for step in range(3):
         x, y = batch(step, copy)
         pipe.step(x, target=y)

@@ -165,15 +165,16 @@ def test_what_a_checkpoint_computes_again_counts_once(rank: int) -> None:
 
 @on_shm_ranks(2)
 def test_a_layer_in_several_places_stays_one(rank: int) -> None:
-    norm = nn.BatchNorm1d(WIDTH)
-    layers = nn.Sequential(norm, nn.Linear(WIDTH, WIDTH), norm, nn.Tanh(), nn.Tanh(), nn.Tanh())
-    pipe = trireme.Pipeline(
-        layers, 2, ranks=True, loss=mse_loss, balance=[3, 3], deferred_batch_norm=True
-    )
-    pipe.step(rows(0), target=rows(1))
-    if rank == 0:
-        first, _, second = pipe._modules.values()
-        assert first is second and first.num_batches_tracked == 1
+    for loss in (mse_loss, nn.MSELoss()):
+        norm = nn.BatchNorm1d(WIDTH)
+        layers = nn.Sequential(norm, nn.Linear(WIDTH, WIDTH), norm, nn.Tanh(), nn.Tanh(), nn.Tanh())
+        pipe = trireme.Pipeline(
+            layers, 2, ranks=True, loss=loss, balance=[3, 3], deferred_batch_norm=True
+        )
+        pipe.step(rows(0), target=rows(1))
+        if rank == 0:
+            first, _, second = (pipe.get_submodule(name) for name in "012")
+            assert first is second and first.num_batches_tracked == 1
 
 
 class OwnForward(nn.BatchNorm1d):

@@ -273,6 +273,13 @@ def test_deferred_batch_norm() -> None:
     assert convert(untracked) is untracked
 
 
+def test_a_partition_in_place_of_another() -> None:
+    gpipe = GPipe(tanh_layers(4), [2, 2], chunks=2)
+    gpipe(rows(0))
+    gpipe.partitions[1] = nn.Sequential(nn.Identity())
+    torch.testing.assert_close(gpipe(rows(0)), gpipe.partitions[0](rows(0)))
+
+
 def test_a_loss_outside_trains() -> None:
     gpipe, one = both()
     optimizers = [torch.optim.AdamW(module.parameters(), lr=0.01) for module in (gpipe, one)]

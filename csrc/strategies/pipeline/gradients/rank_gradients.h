@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace trireme {
@@ -34,6 +35,7 @@ class RankGradients {
   // Throws ValueError where a tied parameter is missing.
   void set_parameters(size_t place, NamedParameters parameters,
                       std::vector<std::shared_ptr<DeferredSync>> strategies);
+  void set_buffers(std::vector<at::Tensor> buffers) { buffers_ = std::move(buffers); }
   std::vector<at::Tensor> later_copies() const { return tied_.later_copies(); }
 
   void recover();
