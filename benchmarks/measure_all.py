@@ -1,12 +1,15 @@
-"""Measures every figure that the pages show, at one commit, one script after the other.
+"""Measures what the pages show, at one commit, one script after the other.
 
     python benchmarks/measure_all.py
     python benchmarks/measure_all.py --only memory,faults
 
-It takes three to five hours on 2 cores, which should have nothing else to do. Each script writes
-its JSON into benchmarks/results; then benchmarks/readme_results.py writes the pages. Code with
-changes that are not committed is refused, since nobody could say later what was measured. Results
-name the last commit that changed code, so they may be committed between scripts (`--only`).
+bench_rounds.py, bench_horovod.py, bench_integrations.py, bench_gpu.py and bench_builds.py are run
+by themselves. It takes three to five hours on 2 cores, which should have nothing else to do, a
+build of everything (activation, ps, remote and compression run C++ programs), and root (hosts and
+compression put two hosts on this machine). Each script writes its JSON into benchmarks/results;
+then benchmarks/readme_results.py writes the pages. Code with changes that are not committed is
+refused, since nobody could say later what was measured. Results name the last commit that changed
+code, so they may be committed between scripts (`--only`).
 """
 
 from __future__ import annotations
