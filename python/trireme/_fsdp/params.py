@@ -22,6 +22,7 @@ from trireme._fsdp.dtensor import (
     model_layout,
     sharded_spec,
 )
+from trireme._fsdp.found_inf import look_past_scalars
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -96,6 +97,8 @@ class ShardedParameter:
         original = self.original
         assert original is not None
         dim = self.dim if original.ndim else None
+        if dim is None:
+            look_past_scalars()
         if isinstance(original, DTensor):
             self.layout = model_layout(original, self.dim, mesh)
             self.specs[original.dtype] = sharded_spec(original, dim, mesh)

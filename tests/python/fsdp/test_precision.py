@@ -30,7 +30,7 @@ from fsdp.ranks import (
 )
 from harness.faults import raises
 from harness.models import batch, mlp
-from harness.on_ranks import on_shm_ranks
+from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from harness.training import ROWS, alone, assert_close
 from shm.ranks import TORCH
 
@@ -378,6 +378,41 @@ def test_an_overflow_in_one_shard_only(rank: int) -> None:
     for param, old in zip(ours.model.parameters(), before, strict=True):
         assert torch.equal(local(param), old)
     ours.train(2)
+
+
+class ScalarFirst(nn.Module):
+    """A parameter of which every rank has all comes before those that are cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.body = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) * self.scale
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@on_shm_and_gloo_ranks(2)
+def test_an_overflow_behind_a_scalar(rank: int, unscales: bool) -> None:
+    """Both ranks hear of an inf in one shard, though each has all of the first gradient."""
+    for optimizer_class in (SGD, trireme.optim.SGD):
+        ours = sharded(ScalarFirst, optimizer_class)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        before = [local(param) for param in ours.model.parameters()]
+        scaler.scale(ours.loss(0)).backward()
+        gradient = ours.model.scale.grad.to_local().clone()
+        if rank == 1:
+            ours.model.body[0].weight.grad.to_local()[0, 0] = float("inf")
+        if unscales:
+            scaler.unscale_(ours.optimizer)
+            torch.testing.assert_close(ours.model.scale.grad.to_local(), gradient / 2.0**10)
+        scaler.step(ours.optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0**9, optimizer_class
+        for param, old in zip(ours.model.parameters(), before, strict=True):
+            assert torch.equal(local(param), old), optimizer_class
+        ours.train(1)
 
 
 @on_shm_ranks(2, fresh=True)
