@@ -380,16 +380,23 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes this rank's part of a whole state dict: of this class, at any number of ranks, of
-        torch's, or of the plain optimizer.
+        torch's, or of the plain optimizer. Hooks of loading see all of it.
 
         Raises:
             ValueError: it belongs to other parameters.
         """
+        state_dict = state_dict.copy()  # as in torch: hooks may write into this one
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            if changed is not None:
+                state_dict = changed
         loaded = LoadedState(state_dict, self._layout(), self.process_group)
         for shown, group in zip(self.param_groups, loaded.param_groups, strict=True):
             shown.update(group)
         self._sync_hyperparameters()
         loaded.put_into(self.optim)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def _counts(self) -> list[int]:
         """Says how many parameters each core holds."""

@@ -260,6 +260,31 @@ def test_a_state_that_json_cannot_say(rank: int) -> None:
 
 
 @on_shm_ranks(2)
+def test_hooks_of_loading(rank: int) -> None:
+    """Those before may change the dictionary, or return another; those after see what is loaded."""
+    ours = sharded(mlp, optim.AdamW, 2, lr=0.01)
+    ours.train(0)
+    state = whole_state(ours.optimizer)
+    rates: list[float] = []
+
+    def without_state(optimizer: Any, given: StateDict) -> None:
+        given["state"] = {}
+
+    def faster(optimizer: Any, given: StateDict) -> StateDict:
+        assert not given["state"]
+        return {**given, "param_groups": [{**group, "lr": 0.5} for group in given["param_groups"]]}
+
+    ours.optimizer.register_load_state_dict_pre_hook(without_state)
+    ours.optimizer.register_load_state_dict_pre_hook(faster)
+    ours.optimizer.register_load_state_dict_post_hook(
+        lambda optimizer: rates.append(optimizer.optim.param_groups[0]["lr"])
+    )
+    ours.optimizer.load_state_dict(state)
+    assert rates == [0.5] and not ours.optimizer.optim.state
+    assert state["state"] and state["param_groups"][0]["lr"] == 0.01
+
+
+@on_shm_ranks(2)
 def test_before_the_first_step(rank: int) -> None:
     """Nothing is there; and a state is loaded into an optimizer that has never stepped."""
     for stage in STAGES:
