@@ -6,6 +6,7 @@ from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch
 from torch import nn
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.utils import _get_root_modules
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trireme._C import check_same_compression
 from trireme._core.compression import Compression, check_dense, checked, core_of, note_codes
@@ -89,6 +91,8 @@ def fully_shard(
     contiguous. Ranks keep the values of their own shards, as in torch: start from one seed, or
     load a state.
 
+    Buffers go to the device of the mesh.
+
     Parameters that are DTensors already, by tensor parallelism, are sharded once more: see
     ``mesh``. Their modules show them unsharded as the DTensors that they were.
 
@@ -145,6 +149,7 @@ def fully_shard(
     check_free(managed, inner, names)
     ignored = ignored_params or set()
     by_mesh = collect(managed, roots, ignored, shard_placement_fn, mp_policy, resolved)
+    _move_buffers(managed, resolved.device)
     reshards = {
         mesh: resolve_reshard(reshard_after_forward, mesh.shard_communicator.world)
         for mesh in by_mesh
@@ -189,6 +194,21 @@ def _state(module: nn.Module) -> FsdpUnit | None:
 
 
 fully_shard.state = _state  # type: ignore[attr-defined]
+
+
+def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
+    """Brings them where the parameters go, as torch does; what is on the meta device has no values
+    yet, and stays."""
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is None or buffer.is_meta or buffer.device == device:
+                continue
+            there = buffer.detach().to(device)
+            is_wrapper = is_traceable_wrapper_subclass(buffer)
+            if is_wrapper or not torch._has_compatible_shallow_copy_type(buffer, there):
+                module._buffers[name] = there  # as Module.to() does
+            else:
+                buffer.data = there  # whoever else holds the buffer sees it moved
 
 
 def _managed_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:

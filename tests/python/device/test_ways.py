@@ -71,6 +71,31 @@ def test_all_reduce_hook(rank: int) -> None:
     assert set(seen) == {device}
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.register_buffer("scale", torch.full((3,), 2.0))
+
+    def forward(self, x: torch.Tensor, *, shift: torch.Tensor) -> torch.Tensor:
+        return self.body(x) * self.scale + shift
+
+
+@on_device_ranks()
+def test_buffers_that_were_left_on_the_cpu(rank: int) -> None:
+    device = device_of(rank)
+    model: Any = moved(Scaled(), device)
+    model.scale = model.scale.cpu()
+    model.register_buffer("later", torch.empty(3, device="meta"))
+    trireme.fully_shard(model.body)
+    assert model.scale.device.type == "cpu"  # of a unit that is still to come
+    trireme.fully_shard(model)
+    assert model.scale.device == device and model.later.is_meta
+    x, shift = batch(0), torch.ones(3)
+    got = model(x.to(device), shift=shift.to(device))
+    torch.testing.assert_close(got.cpu(), Scaled()(x, shift=shift), rtol=1e-5, atol=1e-6)
+
+
 @on_device_ranks()
 def test_ranks_that_join_early(rank: int) -> None:
     device = device_of(rank)
