@@ -91,7 +91,7 @@ def fully_shard(
     contiguous. Ranks keep the values of their own shards, as in torch: start from one seed, or
     load a state.
 
-    Buffers go to the device of the mesh.
+    Buffers go to the device of the mesh, and so do the inputs of the outermost forward.
 
     Parameters that are DTensors already, by tensor parallelism, are sharded once more: see
     ``mesh``. Their modules show them unsharded as the DTensors that they were.

@@ -223,6 +223,7 @@ class FsdpUnit:
             root.follow_comms()
             notify_of_forward(root)
             self._await_post_optim_event()
+            args, kwargs = self._on_device(args, kwargs)
         if root.core is not None:
             if root.core.is_writing:
                 root.copy_back()
@@ -237,6 +238,17 @@ class FsdpUnit:
         event, self.post_optim_event = self.post_optim_event, None
         if event is not None:
             event.wait()
+
+    def _on_device(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Inputs of the outermost forward where the parameters are, as in torch."""
+        if self.mesh.device.type == "cpu" or not (args or kwargs):
+            return args, kwargs
+        from torch.distributed.utils import _to_kwargs
+
+        moved, moved_kwargs = _to_kwargs(args, kwargs, self.mesh.device, False)
+        return moved[0], moved_kwargs[0]
 
     def _inputs_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """Those that backward may bring gradients to."""

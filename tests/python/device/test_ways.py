@@ -97,6 +97,21 @@ def test_buffers_that_were_left_on_the_cpu(rank: int) -> None:
 
 
 @on_device_ranks()
+def test_inputs_that_were_left_on_the_cpu(rank: int) -> None:
+    """Those of the outermost forward are moved, keywords too; gradients go back."""
+    model: Any = moved(Scaled(), device_of(rank))
+    trireme.fully_shard(model.body)
+    trireme.fully_shard(model)
+    x, same = batch(0).requires_grad_(), batch(0).requires_grad_()
+    got, expected = model(x, shift=torch.ones(3)), Scaled()(same, shift=torch.ones(3))
+    assert got.device == device_of(rank)
+    torch.testing.assert_close(got.cpu(), expected, rtol=1e-5, atol=1e-6)
+    got.square().mean().backward()
+    expected.square().mean().backward()
+    torch.testing.assert_close(x.grad, same.grad, rtol=1e-5, atol=1e-6)
+
+
+@on_device_ranks()
 def test_ranks_that_join_early(rank: int) -> None:
     device = device_of(rank)
     model: Any = sharded(device)
