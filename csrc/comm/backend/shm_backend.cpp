@@ -139,7 +139,7 @@ c10::intrusive_ptr<c10d::Backend> ShmBackend::split(const c10::intrusive_ptr<c10
   if (place == ranks.end()) return nullptr;
   ShmOptions shm_options = shm_options_;
   shm_options.warns = false;
-  if (options) shm_options.timeout = options->timeout;
+  shm_options.timeout = options ? options->timeout : options_->timeout;  // see setTimeout()
   const RankOf where{place - ranks.begin(), static_cast<int64_t>(ranks.size())};
   return c10::make_intrusive<ShmBackend>(store, where, shm_options);
 }

@@ -1,6 +1,7 @@
 """The backend ``trireme`` under async operations, several groups, meshes and DTensor."""
 
 import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from harness.faults import raises
-from harness.meeting import until
+from harness.meeting import set_timeout, until
 from harness.on_ranks import on_shm_ranks
 from harness.tensors import assert_bits
 from shm.ranks import TORCH, backend_of, of_all, reduced, total, values
@@ -251,10 +252,11 @@ def test_a_split_group(rank: int) -> None:
 @pytest.mark.parametrize("flags", [0, 1])
 @on_shm_ranks(4)
 def test_a_group_without_one_of_its_ranks(rank: int, flags: int) -> None:
-    """Also where that rank has ended the group; twice."""
+    """Also where that rank has ended the group; twice. The timeout that was set last stays."""
     backend = backend_of()
     assert backend.supports_shrinking
     dist.all_reduce(torch.ones(3))
+    set_timeout(77)
     with raises(ValueError, "shrink got the rank that calls it"):
         backend.shrink([rank])
     gone = [[2], [0, 2]]
@@ -266,6 +268,7 @@ def test_a_group_without_one_of_its_ranks(rank: int, flags: int) -> None:
         smaller = backend.shrink(ranks, flags)
         members = [peer for peer in range(4) if peer not in ranks]
         assert (smaller.rank(), smaller.size()) == (members.index(rank), len(members))
+        assert smaller.options._timeout == timedelta(seconds=77)
         tensor = torch.full((500,), float(rank))
         smaller.allreduce([tensor], dist.AllreduceOptions()).wait()
         assert torch.all(tensor == sum(members))
