@@ -3,8 +3,10 @@
 #include <trireme/common/resolved.h>
 
 #include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 namespace trireme {
@@ -147,7 +149,13 @@ void ShmTensors::make_copies() {
 void ShmTensors::write_back() {
   if (use_ == Use::kRead) return;
   for (size_t i = 0; i < tensors_.size(); ++i)
-    if (!flat_[i].is_same(tensors_[i])) tensors_[i].copy_(flat_[i]);
+    if (!flat_[i].is_same(tensors_[i])) copy_over(tensors_[i], flat_[i]);
+}
+
+void copy_over(const at::Tensor& to, const at::Tensor& from) {
+  std::optional<c10::InferenceMode> mode;
+  if (to.is_inference()) mode.emplace();
+  to.copy_(from);
 }
 
 }  // namespace trireme

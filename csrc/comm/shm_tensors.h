@@ -44,6 +44,10 @@ class ShmTensors {
   Use use_;
 };
 
+// Copies a result to the caller's tensor. One that was made under inference_mode may be written
+// under that mode alone, which the thread that runs the operation need not be in.
+void copy_over(const at::Tensor& to, const at::Tensor& from);
+
 // Returns whether a collective that writes outputs[r] while it still reads inputs[r], in the order
 // of their bytes, may read a result. In place it does not: a byte of inputs[r] that lies in
 // outputs[r] at the same offset has been read before it is written.

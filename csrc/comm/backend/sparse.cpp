@@ -32,7 +32,6 @@ at::Tensor gather_rows(const GroupCollectives& collectives, const at::Tensor& mi
 void all_reduce_sparse(const GroupCollectives& collectives, const at::Tensor& tensor,
                        const shm::CallOptions& options) {
   const auto world = static_cast<size_t>(collectives.world());
-  at::Tensor user = tensor;
   const at::Tensor mine = tensor.detach().coalesce();
   // The properties that must agree, and the number of entries of each rank.
   at::Tensor about = at::tensor({mine._nnz(), mine.sparse_dim()}, at::kLong);
@@ -52,7 +51,8 @@ void all_reduce_sparse(const GroupCollectives& collectives, const at::Tensor& te
       gather_rows(collectives, mine.indices().t().contiguous(), counts, options).t();
   const at::Tensor values =
       gather_rows(collectives, resolved(mine.values()).contiguous(), counts, options);
-  user.copy_(at::sparse_coo_tensor(indices, values, mine.sizes(), mine.options()).coalesce());
+  const at::Tensor sum = at::sparse_coo_tensor(indices, values, mine.sizes(), mine.options());
+  copy_over(tensor, sum.coalesce());
 }
 
 }  // namespace trireme

@@ -14,6 +14,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from harness.faults import raises
+from harness.meeting import until
 from harness.on_ranks import AGES_S, on_shm_ranks
 from harness.tensors import assert_bits, assert_lists
 from shm.ranks import backend_of, of_all, total, values
@@ -141,6 +142,21 @@ def test_tensors_that_require_a_gradient(rank: int) -> None:
             outputs = [lay_out(torch.zeros(4, 6)) for _ in range(WORLD)]
             dist.all_gather(outputs, leaf)
             assert not outputs[0].requires_grad
+
+
+@on_shm_ranks(WORLD)
+def test_results_made_under_inference_mode(rank: int) -> None:
+    """Nobody waits for the operations, so a thread of the group writes: it is in no such mode."""
+    with torch.inference_mode():
+        tensor = LAYOUTS["transposed"](values(rank, (4, 6), torch.float32))
+        sparse = torch.eye(4).to_sparse()
+        assert tensor.is_inference() and sparse.is_inference()
+        works = [dist.all_reduce(result, async_op=True) for result in (tensor, sparse)]
+        for work in works:
+            until(work.is_completed)
+            work.wait()
+        assert_bits(tensor, total(of_all(WORLD, (4, 6), torch.float32)))
+        assert torch.equal(sparse.to_dense(), WORLD * torch.eye(4))
 
 
 @on_shm_ranks(WORLD)
