@@ -53,8 +53,12 @@ class ShmMessages final : public Messages {
   bool came_within(c10d::Work& work, std::chrono::milliseconds slice) const {
     try {
       return work.wait(slice);
-    } catch (const c10::DistBackendError& error) {
+    } catch (const c10::DistBackendError&) {  // the slice is over, or the message has failed
       if (!work.isCompleted()) return false;
+    }
+    try {
+      return work.wait(slice);  // asked again, a message that came at the end of the slice says so
+    } catch (const c10::DistBackendError& error) {
       fail(first_line_of(error),
            "Let both ranks pass as many tensors, of the same sizes and dtypes; see that rank if it "
            "has ended");

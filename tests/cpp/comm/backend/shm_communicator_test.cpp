@@ -1,9 +1,13 @@
-// What follows a failure where all ranks share the memory of a host: the group works again.
+// Failures where all ranks share the memory of a host, and what is none: the group works on.
+
+#include <trireme/common/interruption.h>
 
 #include <ATen/ATen.h>
 
 #include <catch_torch.h>
 #include <chrono>
+#include <functional>
+#include <memory>
 #include <string>
 #include <thread>
 #include <thread_ranks.h>
@@ -25,6 +29,13 @@ std::string said_by(Pending pending) {
     return error.what_without_backtrace();
   }
   return "no error";
+}
+
+// What a thread does when it looks around in a wait.
+thread_local std::function<void()> look_of_this_thread;
+
+void look_around() {
+  if (look_of_this_thread) look_of_this_thread();
 }
 
 }  // namespace
@@ -56,6 +67,36 @@ TEST_CASE("what is submitted before a failure was noticed ends with it") {
   for (const std::string& text : said)
     CHECK_THAT(text, Catch::Contains("has left it: [test] rank 1 stumbled"));
   CHECK(sums == std::vector<float>{2, 2});
+}
+
+TEST_CASE("a message that comes just as a look at its sender is due has come") {
+  std::string said;
+  float received = 0;
+  std::shared_ptr<Communicator> sender;
+  run_thread_ranks(
+      2,
+      [&](ThreadRank& rank) {
+        if (rank.where.rank == 1) sender = rank.communicator;
+        rank.communicator->barrier("the beginning").wait();
+        if (rank.where.rank == 1) return rank.communicator->barrier("the end").wait();
+        int looks = 0;
+        set_interruption_check(&look_around);
+        look_of_this_thread = [&] {
+          // The first look lasts longer than the slice. The second one comes at its end, when
+          // nothing more is read before the slice is given up.
+          if (++looks == 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+          if (looks == 2) sender->send({at::full({1}, 7.0F)}, 0, "late").wait();
+        };
+        const at::Tensor got = at::zeros({1});
+        said = said_by(rank.communicator->recv({got}, 1, "late"));
+        look_of_this_thread = {};
+        received = got.item<float>();
+        sender.reset();
+        rank.communicator->barrier("the end").wait();
+      },
+      std::chrono::seconds(30), Engine::kShm);
+  CHECK(said == "no error");
+  CHECK(received == 7);
 }
 
 }  // namespace trireme::shm_communicator_test
