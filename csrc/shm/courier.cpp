@@ -141,7 +141,8 @@ bool Courier::advance() {
   return moved;
 }
 
-// Runs without the lock: callbacks may take other locks, and post the next message.
+// Runs without the lock: callbacks may take other locks, post the next message, and wait for one
+// that has ended together with theirs.
 void Courier::deliver(const std::vector<TransferPtr>& ended) {
   for (const TransferPtr& transfer : ended) {
     if (transfer->on_done) transfer->on_done(*transfer);
@@ -149,6 +150,8 @@ void Courier::deliver(const std::vector<TransferPtr>& ended) {
     transfer->done.store(true, std::memory_order_seq_cst);
   }
   if (!ended.empty()) ring(futex_);
+  for (const TransferPtr& transfer : ended)
+    if (const auto call = std::exchange(transfer->after_done, nullptr)) call();
 }
 
 void Courier::call_worker() {

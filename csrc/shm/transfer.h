@@ -28,9 +28,11 @@ struct Transfer {
   Pieces memory;
   Dtype dtype = Dtype::kBytes;
   std::chrono::milliseconds timeout{0};  // 0: the group's
-  // Called once, before is_done(), on the thread that moved the last byte, without a lock held.
-  // Must not throw.
+  // Each called once, on the thread that moved the last byte, without a lock held; must not throw.
+  // on_done comes before is_done(). after_done comes when all transfers that ended together are
+  // done, so it may wait for any of them.
   std::function<void(const Transfer&)> on_done{};
+  std::function<void()> after_done{};
 
   // The sender, and the error if any; valid from on_done on.
   int64_t source = kAnyRank;

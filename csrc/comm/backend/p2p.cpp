@@ -53,8 +53,9 @@ class P2pWork final : public c10d::Work {
     hooks_ = std::move(hooks);
     transfer_->memory = memory_.pieces();
     // The transfer keeps this alive as long as it moves.
-    transfer_->on_done = [self = c10::intrusive_ptr<P2pWork>::reclaim_copy(this)](
-                             const Transfer& transfer) { self->complete(transfer); };
+    const auto self = c10::intrusive_ptr<P2pWork>::reclaim_copy(this);
+    transfer_->on_done = [self](const Transfer& transfer) { self->complete(transfer); };
+    transfer_->after_done = [self] { self->run_callbacks(); };
     courier_->post(transfer_);
   }
 
@@ -93,7 +94,7 @@ class P2pWork final : public c10d::Work {
 
  private:
   void complete(const Transfer& transfer) {
-    const auto finished = shm::Clock::now();
+    finished_ = shm::Clock::now();
     std::exception_ptr error;
     try {
       const at::NoGradGuard no_grad;
@@ -107,13 +108,16 @@ class P2pWork final : public c10d::Work {
       error = std::current_exception();
     }
     finish(error);
+  }
+
+  void run_callbacks() {
     c10::intrusive_ptr<c10::ivalue::Future> future;
     {
       const std::lock_guard<std::mutex> lock(future_mutex_);
       future = future_;
     }
     if (future) complete_future(*future, exception(), result());
-    if (!error) hooks_->completed({key_, opType_, sequence_, posted_, finished});
+    if (!exception()) hooks_->completed({key_, opType_, sequence_, posted_, finished_});
   }
 
   shm::HostGroup& group_;  // until it is complete
@@ -121,6 +125,7 @@ class P2pWork final : public c10d::Work {
   uint64_t sequence_;
   uint64_t key_ = next_completion_key();
   shm::Clock::time_point posted_ = shm::Clock::now();
+  shm::Clock::time_point finished_{};
   std::shared_ptr<ShmHooks> hooks_;
   at::Tensor tensor_;
   ShmTensors memory_;
@@ -196,7 +201,8 @@ ShmP2p::WorkPtr ShmP2p::post(Transfer::Kind kind, const std::vector<at::Tensor>&
   translate_faults([&] { work->post(courier(), hooks_); },
                    [&](const shm::Fault& fault) {
                      hooks_->failed(fault);
-                     transfer.on_done = nullptr;  // the Work holds it, and it the Work
+                     transfer.on_done = nullptr;  // the Work holds them, and they the Work
+                     transfer.after_done = nullptr;
                    });
   return work;
 }

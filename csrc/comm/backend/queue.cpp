@@ -89,11 +89,9 @@ void ShmQueue::cancel(const std::exception_ptr& why) {
     cancelled.swap(shared_->tasks);
     shared_->from_callbacks = 0;
   }
-  for (const Task& task : cancelled) {
-    task.work->complete(why);
-    task.work->run_callbacks(why);
-  }
+  for (const Task& task : cancelled) task.work->complete(why);
   shared_->changed.notify_all();
+  for (const Task& task : cancelled) task.work->run_callbacks(why);  // may wait for each other
 }
 
 bool ShmQueue::is_told(uint64_t epoch) const {

@@ -77,6 +77,45 @@ def test_future_of_a_recv_is_settled_by_itself(rank: int) -> None:
     assert torch.equal(got, torch.arange(4.0))
 
 
+@on_shm_ranks(timeout=40)
+def test_a_callback_may_wait_for_messages(rank: int) -> None:
+    """For its own one, too, and for one that comes together with it; also if none comes."""
+    group = dist.new_group()
+    if rank == 0:
+        stay_until("1 has posted")
+        for number in (1.0, 2.0):
+            dist.send(torch.full((4,), number), 1)
+        return stay_until("1 has ended")
+    works: list[Any] = []
+
+    def wait_for_all(future: Any) -> list[str]:
+        return [text_of_wait(work) for work in works]
+
+    got = [torch.empty(4), torch.empty(4)]
+    works += [dist.irecv(tensor, 0) for tensor in got]
+    waits = [work.get_future().then(wait_for_all) for work in works]
+    say("1 has posted")
+    assert [wait.wait() for wait in waits] == [["", ""]] * 2
+    assert torch.equal(got[0] + got[1], torch.full((4,), 3.0))
+
+    works[:] = [dist.irecv(tensor, 0, group=group) for tensor in got]
+    waits = [work.get_future().then(wait_for_all) for work in works]
+    dist.destroy_process_group(group)  # ends both at once
+    del group
+    for wait in waits:
+        texts = wait.wait()
+        assert all("the group ended before a message came" in text for text in texts), texts
+    return say("1 has ended")
+
+
+def text_of_wait(work: Any) -> str:
+    try:
+        work.wait()
+    except dist.DistBackendError as error:
+        return message_of(error)
+    return ""
+
+
 @pytest.mark.parametrize("world", [2, 3, 4])
 @on_shm_ranks("world")
 def test_ring_exchange_in_a_batch(rank: int, world: int) -> None:

@@ -7,6 +7,7 @@
 #include <catch_torch.h>
 #include <chrono>
 #include <functional>
+#include <future>
 #include <memory>
 #include <string>
 #include <thread>
@@ -22,9 +23,10 @@ using trireme::test::ThreadRank;
 
 namespace {
 
-std::string said_by(Pending pending) {
+template <typename Waited>
+std::string said_by(Waited&& waited) {
   try {
-    pending.wait();
+    waited.wait();
   } catch (const c10::DistBackendError& error) {
     return error.what_without_backtrace();
   }
@@ -67,6 +69,29 @@ TEST_CASE("what is submitted before a failure was noticed ends with it") {
   for (const std::string& text : said)
     CHECK_THAT(text, Catch::Contains("has left it: [test] rank 1 stumbled"));
   CHECK(sums == std::vector<float>{2, 2});
+}
+
+TEST_CASE("a callback of what a failure ends may wait for what ends with it") {
+  std::promise<std::string> said;
+  run_thread_ranks(
+      2,
+      [&](ThreadRank& rank) {
+        if (rank.where.rank == 1) return;
+        std::vector<c10::intrusive_ptr<c10d::Work>> works;
+        for (int i = 0; i < 3; ++i) {
+          std::vector<at::Tensor> tensors{at::ones({4})};
+          c10d::AllreduceOptions options;
+          options.asyncOp = true;
+          works.push_back(rank.group->allreduce(tensors, options));
+        }
+        // The first one may have begun, and waits for rank 1; the others end at once, together.
+        works[1]->getFuture()->addCallback(
+            [&said, last = works[2]](c10::ivalue::Future&) { said.set_value(said_by(*last)); },
+            /*uses_future=*/false);
+        rank.communicator->announce_failure("[test] rank 0 stumbled");
+      },
+      std::chrono::seconds(30), Engine::kShm);
+  CHECK_THAT(said.get_future().get(), Catch::Contains("[test] rank 0 stumbled"));
 }
 
 TEST_CASE("a message that comes just as a look at its sender is due has come") {
