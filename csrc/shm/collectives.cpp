@@ -101,7 +101,7 @@ void Collectives::all_gather(const std::vector<Pieces>& outputs, const Pieces& i
               {.verb = Verb::kAllGather,
                .dtype = dtype,
                .count = total_of(outputs) / element_bytes(dtype),
-               .shapes_hash = hash_of(outputs),
+               .shapes_hash = mix(hash_of(outputs), call.list_hash),
                .label = call.label},
               call);
   multicast(scope, sizes_of(outputs), input, outputs);

@@ -16,6 +16,9 @@ namespace trireme::shm {
 struct CallOptions {
   std::chrono::milliseconds timeout{0};  // 0: the group's
   std::string_view label{};
+  // Hash of the numbers of elements, if the data are a list of tensors, else 0: all_reduce,
+  // reduce_scatter and all_gather compare it, too.
+  uint64_t list_hash = 0;
 };
 
 struct ReduceOptions {

@@ -72,6 +72,7 @@ void Collectives::reduce_all(Operation operation, const Pieces& memory, const Re
   operation.op = how.op;
   operation.factor = how.factor;
   operation.count = memory.bytes() / element_bytes(how.dtype);
+  operation.shapes_hash = call.list_hash;
   operation.label = call.label;
   Scope scope(*this, operation, call);
   const Reducing reducing(scope, group_, how, operation.root);
@@ -167,7 +168,7 @@ void Collectives::reduce_scatter(const Pieces& output, const std::vector<Pieces>
                .dtype = how.dtype,
                .op = how.op,
                .count = total_of(inputs) / element_bytes(how.dtype),
-               .shapes_hash = hash_of(inputs),
+               .shapes_hash = mix(hash_of(inputs), call.list_hash),
                .label = call.label,
                .factor = how.factor},
               call);

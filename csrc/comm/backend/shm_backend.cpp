@@ -257,11 +257,11 @@ ShmBackend::WorkPtr ShmBackend::submit(Request request, Run run) {
   work->report_to(hooks_);
   queue_.submit(work, request.synchronous,
                 [this, timeout, complaint = arguments.complaint(), name = arguments.name(),
-                 label = current_label, dtype = shm_dtype(arguments.dtype()), epoch = open_epoch(),
-                 run = std::move(run)] {
+                 label = current_label, list_hash = request.list_hash,
+                 dtype = shm_dtype(arguments.dtype()), epoch = open_epoch(), run = std::move(run)] {
                   refuse_if_over(epoch);
                   Call call{hosts_ ? GroupCollectives(*hosts_) : GroupCollectives(*collectives_),
-                            {.timeout = timeout, .label = label},
+                            {.timeout = timeout, .label = label, .list_hash = list_hash},
                             dtype};
                   try {
                     if (!complaint.empty()) call.run.refuse(complaint, call.options);

@@ -169,6 +169,7 @@ class ShmBackend final : public c10d::Backend {
     Tensors outputs;
     std::chrono::milliseconds timeout;
     bool synchronous;
+    uint64_t list_hash = 0;  // see shm::CallOptions
   };
 
   void meet();

@@ -12,10 +12,13 @@ using Use = ShmTensors::Use;
 
 namespace {
 
-int64_t numel_of(const Tensors& tensors) {
-  int64_t numel = 0;
-  for (const at::Tensor& tensor : tensors) numel += tensor.numel();
-  return numel;
+// Returns what tells lists apart that hold as many elements in other tensors; 0 for one tensor.
+uint64_t hash_of_list(const Tensors& tensors) {
+  if (tensors.size() < 2) return 0;
+  uint64_t hash = tensors.size();
+  for (const at::Tensor& tensor : tensors)
+    hash = shm::mix(hash, tensor.defined() ? static_cast<uint64_t>(tensor.numel()) : 0);
+  return hash;
 }
 
 Tensors first_of(const TensorLists& lists) { return lists.empty() ? Tensors{} : lists.front(); }
@@ -135,23 +138,26 @@ WorkPtr ShmBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
   arguments.take(inputs).count("lists", outputs.size(), getSize());
   Tensors all;
   for (const Tensors& of_rank : outputs) {
-    arguments.take(of_rank).numel("a list", numel_of(of_rank), numel_of(inputs));
+    arguments.take(of_rank).count("tensors in a list", of_rank.size(),
+                                  static_cast<int64_t>(inputs.size()));
+    for (size_t i = 0; i < inputs.size() && arguments.fine(); ++i)
+      arguments.numel("a tensor of a list", of_rank[i].numel(), inputs[i].numel());
     all.insert(all.end(), of_rank.begin(), of_rank.end());
   }
-  return submit({arguments, OpType::ALLGATHER_COALESCED, "trireme:all_gather", all, options},
-                [=, this](Call& call) {
-                  std::vector<ShmTensors> to;
-                  std::vector<shm::Pieces> pieces;
-                  for (const Tensors& of_rank : outputs) {
-                    to.emplace_back(of_rank, Use::kWrite);
-                    pieces.push_back(to.back().pieces());
-                  }
-                  ShmTensors from(inputs, Use::kRead);
-                  if (would_read_results(pieces, only_of(getRank(), from.pieces())))
-                    from.make_copies();
-                  call.run.all_gather(pieces, from.pieces(), call.dtype, call.options);
-                  for (ShmTensors& of_rank : to) of_rank.write_back();
-                });
+  Request request(arguments, OpType::ALLGATHER_COALESCED, "trireme:all_gather", all, options);
+  request.list_hash = hash_of_list(inputs);
+  return submit(std::move(request), [=, this](Call& call) {
+    std::vector<ShmTensors> to;
+    std::vector<shm::Pieces> pieces;
+    for (const Tensors& of_rank : outputs) {
+      to.emplace_back(of_rank, Use::kWrite);
+      pieces.push_back(to.back().pieces());
+    }
+    ShmTensors from(inputs, Use::kRead);
+    if (would_read_results(pieces, only_of(getRank(), from.pieces()))) from.make_copies();
+    call.run.all_gather(pieces, from.pieces(), call.dtype, call.options);
+    for (ShmTensors& of_rank : to) of_rank.write_back();
+  });
 }
 
 WorkPtr ShmBackend::gather(TensorLists& outputs, Tensors& inputs,
@@ -321,6 +327,7 @@ WorkPtr ShmBackend::broadcast_from(Request request, int64_t root) {
 
 WorkPtr ShmBackend::all_reduce(Request request, const c10d::ReduceOp& op) {
   const auto how = request.arguments.reduction(op);
+  request.list_hash = hash_of_list(request.outputs);
   Tensors tensors = request.outputs;
   return submit(std::move(request), [how, tensors = std::move(tensors)](Call& call) {
     ShmTensors memory(tensors, Use::kReadWrite);
@@ -337,6 +344,7 @@ WorkPtr ShmBackend::all_gather_into(Request request, const Tensors& outputs,
                                               [] { return "lists of different lengths"; });
   for (size_t i = 0; i < inputs.size() && arguments.fine(); ++i)
     arguments.numel("an output", outputs[i].numel(), inputs[i].numel() * getSize());
+  request.list_hash = hash_of_list(inputs);
   return submit(std::move(request), [=, this](Call& call) {
     std::vector<ShmTensors> to;
     std::vector<shm::Pieces> by_rank(static_cast<size_t>(getSize()));
@@ -359,6 +367,7 @@ WorkPtr ShmBackend::reduce_scatter_from(Request request, const Tensors& outputs,
                                               [] { return "lists of different lengths"; });
   for (size_t i = 0; i < inputs.size() && arguments.fine(); ++i)
     arguments.numel("an input", inputs[i].numel(), outputs[i].numel() * getSize());
+  request.list_hash = hash_of_list(inputs);
   const auto how = arguments.reduction(op);
   return submit(std::move(request), [=, this](Call& call) {
     std::vector<ShmTensors> from;

@@ -123,6 +123,8 @@ std::string MultiHostCollectives::compare_with_hosts(const Header& mine,
       complaint = who + " called " + said + ", collective " + std::to_string(other.sequence) +
                   "; this one called " + std::string(mine.text.data()) + ", collective " +
                   std::to_string(mine.sequence);
+      if (other.sequence == mine.sequence && said == mine.text.data())
+        complaint += ", of other shapes or with a label that differs later on";
     }
   });
   return complaint;

@@ -104,7 +104,7 @@ void MultiHostCollectives::all_gather(const std::vector<Pieces>& outputs, const 
   run({.verb = shm::Verb::kAllGather,
        .dtype = dtype,
        .count = shm::total_of(outputs) / shm::element_bytes(dtype),
-       .shapes_hash = shm::hash_of(outputs),
+       .shapes_hash = shm::mix(shm::hash_of(outputs), call.list_hash),
        .label = call.label},
       call, [&](const Scope& scope) {
         std::vector<Pieces> of_host;

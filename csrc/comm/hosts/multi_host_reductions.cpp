@@ -197,6 +197,7 @@ void MultiHostCollectives::sum(shm::Operation operation, const Pieces& memory,
   operation.dtype = how.dtype;
   operation.op = how.op;
   operation.count = memory.bytes() / shm::element_bytes(how.dtype);
+  operation.shapes_hash = call.list_hash;
   operation.label = call.label;
   run(operation, call, [&](const Scope& scope) {
     Summing stages(*this, scope, memory, how, operation.root);
@@ -211,7 +212,7 @@ void MultiHostCollectives::reduce_scatter(const Pieces& output, const std::vecto
        .dtype = how.dtype,
        .op = how.op,
        .count = shm::total_of(inputs) / shm::element_bytes(how.dtype),
-       .shapes_hash = shm::hash_of(inputs),
+       .shapes_hash = shm::mix(shm::hash_of(inputs), call.list_hash),
        .label = call.label},
       call, [&](const Scope& scope) {
         Scattering stages(*this, scope, output, inputs, how);

@@ -221,7 +221,48 @@ def mismatches(rank: int) -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]
             ),
             ("reduce_scatter of 12 float32 by SUM",),
         ),
+        # As many elements in all; added up in one run, each would go to another tensor.
+        "tensors of a list": (
+            lambda: group.allreduce_coalesced(
+                [torch.ones(2 + odd), torch.ones(3 - odd)], dist.AllreduceCoalescedOptions()
+            ).wait(),
+            ("all_reduce of 5 float32 by SUM of some shapes", "of other shapes"),
+        ),
+        "number of tensors in a list": (
+            lambda: group.allreduce_coalesced(
+                [torch.ones(5)] if odd else [torch.ones(2), torch.ones(3)],
+                dist.AllreduceCoalescedOptions(),
+            ).wait(),
+            ("all_reduce of 5 float32 by SUM of some shapes", "of other shapes"),
+        ),
+        "lists of reduce_scatter": (
+            lambda: coalesced(
+                lambda n: dist.reduce_scatter_tensor(torch.zeros(n), torch.ones(WORLD * n)),
+                (2 + odd, 3 - odd),
+            ),
+            ("reduce_scatter of 15 float32 by SUM of some shapes", "of other shapes"),
+        ),
+        "lists of all_gather": (
+            lambda: coalesced(
+                lambda n: dist.all_gather_into_tensor(torch.zeros(WORLD * n), torch.ones(n)),
+                (2 + odd, 3 - odd),
+            ),
+            ("all_gather of 15 float32 of some shapes", "of other shapes"),
+        ),
+        "lists of all_gather_coalesced": (
+            lambda: dist.all_gather_coalesced(
+                [[torch.zeros(2 + odd), torch.zeros(3 - odd)]] * WORLD,
+                [torch.ones(2 + odd), torch.ones(3 - odd)],
+            ),
+            ("all_gather of 15 float32 of some shapes", "of other shapes"),
+        ),
     }
+
+
+def coalesced(call: Callable[[int], Any], numels: tuple[int, ...]) -> None:
+    with dist._coalescing_manager():
+        for numel in numels:
+            call(numel)
 
 
 def only_one_rank(rank: int) -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
@@ -237,6 +278,19 @@ def only_one_rank(rank: int) -> dict[str, tuple[Callable[[], Any], tuple[str, ..
         "size of an output of all_gather": (
             lambda: dist.all_gather([torch.zeros(2 + odd)] * WORLD, ones(2)),
             ("all_gather got 2 elements in the input, expected 3",),
+        ),
+        "outputs of all_gather_coalesced": (
+            lambda: dist.all_gather_coalesced(
+                [[torch.zeros(2 + odd), torch.zeros(3 - odd)]] * WORLD, [ones(2), ones(3)]
+            ),
+            ("all_gather got 3 elements in a tensor of a list, expected 2",),
+        ),
+        "number of outputs of all_gather_coalesced": (
+            lambda: dist.all_gather_coalesced(
+                [[torch.zeros(5)] if odd else [torch.zeros(2), torch.zeros(3)]] * WORLD,
+                [ones(2), ones(3)],
+            ),
+            ("all_gather got 1 tensors in a list, expected 2",),
         ),
         "all_gather_into_tensor": (
             lambda: dist.all_gather_into_tensor(torch.zeros(6 + odd), ones(2)),

@@ -20,12 +20,19 @@ from shm.ranks import backend_of
 def mismatches(rank: int, world: int) -> None:
     """On one host, between hosts, on all: everybody raises, and the group goes on."""
     dist.barrier()
+    odd = rank == 0
     cases: list[tuple[Callable[[], Any], str]] = [
         (lambda: dist.all_reduce(torch.ones(5 + (rank == world - 1))), "all_reduce of 6 float32"),
-        (lambda: dist.all_reduce(torch.ones(5 + (rank == 0))), "all_reduce of 6 float32"),
+        (lambda: dist.all_reduce(torch.ones(5 + odd)), "all_reduce of 6 float32"),
         (
             lambda: dist.barrier() if rank == 0 else dist.broadcast(torch.ones(3), 1),
             "broadcast of 3 float32 with root 1",
+        ),
+        (
+            lambda: dist.group.WORLD.allreduce_coalesced(
+                [torch.ones(2 + odd), torch.ones(3 - odd)], dist.AllreduceCoalescedOptions()
+            ).wait(),
+            " other shapes",
         ),
         (lambda: dist.all_reduce(torch.ones(3), ReduceOp.BOR), "bits are combined of integers"),
     ]
