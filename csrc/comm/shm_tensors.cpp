@@ -70,6 +70,16 @@ shm::Dtype shm_dtype(at::ScalarType dtype) {
       return shm::Dtype::kComplexF32;
     case at::kComplexDouble:
       return shm::Dtype::kComplexF64;
+    case at::kFloat8_e4m3fn:
+      return shm::Dtype::kF8E4M3;
+    case at::kFloat8_e5m2:
+      return shm::Dtype::kF8E5M2;
+    case at::kFloat8_e4m3fnuz:
+      return shm::Dtype::kF8E4M3Nuz;
+    case at::kFloat8_e5m2fnuz:
+      return shm::Dtype::kF8E5M2Nuz;
+    case at::kFloat8_e8m0fnu:
+      return shm::Dtype::kF8E8M0;
     default:
       return shm::Dtype::kBytes;
   }

@@ -22,8 +22,17 @@ enum class Dtype : uint8_t {
   kF64,
   kComplexF32,  // two fp32: real, imaginary
   kComplexF64,
-  kBytes,  // anything else (fp8, packed integers), one byte each: moved, never reduced
+  // Floats of one byte: moved, never reduced. Ranks that mix them up must be told.
+  kF8E4M3,
+  kF8E5M2,
+  kF8E4M3Nuz,
+  kF8E5M2Nuz,
+  kF8E8M0,
+  kBytes,  // anything else (packed or quantized integers), one byte each: moved, never reduced
 };
+
+// Returns whether elements are moved only.
+constexpr bool is_bytes(Dtype dtype) { return dtype >= Dtype::kF8E4M3 && dtype <= Dtype::kBytes; }
 
 // Returns 0 for a number that is no Dtype, as may come from another process.
 constexpr int64_t element_bytes(Dtype dtype) {
@@ -31,6 +40,11 @@ constexpr int64_t element_bytes(Dtype dtype) {
     case Dtype::kBool:
     case Dtype::kU8:
     case Dtype::kI8:
+    case Dtype::kF8E4M3:
+    case Dtype::kF8E5M2:
+    case Dtype::kF8E4M3Nuz:
+    case Dtype::kF8E5M2Nuz:
+    case Dtype::kF8E8M0:
     case Dtype::kBytes:
       return 1;
     case Dtype::kU16:
@@ -86,6 +100,16 @@ constexpr std::string_view name(Dtype dtype) {
       return "complex64";
     case Dtype::kComplexF64:
       return "complex128";
+    case Dtype::kF8E4M3:
+      return "float8_e4m3fn";
+    case Dtype::kF8E5M2:
+      return "float8_e5m2";
+    case Dtype::kF8E4M3Nuz:
+      return "float8_e4m3fnuz";
+    case Dtype::kF8E5M2Nuz:
+      return "float8_e5m2fnuz";
+    case Dtype::kF8E8M0:
+      return "float8_e8m0fnu";
     case Dtype::kBytes:
       return "bytes";
   }

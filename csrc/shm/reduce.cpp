@@ -73,7 +73,7 @@ std::string_view name(ReduceOp op) {
 
 std::optional<std::string_view> refusal(ReduceOp op, Dtype dtype) {
   const bool fractions = is_real(dtype) || is_complex(dtype);
-  if (dtype == Dtype::kBytes) return "bytes can be moved, not reduced";
+  if (is_bytes(dtype)) return "bytes can be moved, not reduced";
   if (element_bytes(dtype) == 0) return "there is no such dtype";
   switch (op) {
     case ReduceOp::kSum:

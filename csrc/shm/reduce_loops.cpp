@@ -361,6 +361,11 @@ void reduce_job(const Job& job, Dtype dtype, ReduceOp op) {
       return reduce_complex<Isa, float>(job, op);
     case Dtype::kComplexF64:
       return reduce_complex<Isa, double>(job, op);
+    case Dtype::kF8E4M3:
+    case Dtype::kF8E5M2:
+    case Dtype::kF8E4M3Nuz:
+    case Dtype::kF8E5M2Nuz:
+    case Dtype::kF8E8M0:
     case Dtype::kBytes:
       return;  // refused
   }

@@ -298,7 +298,7 @@ class C10dCommunicator final : public Communicator {
     for (size_t i = 0; i < inputs.size(); ++i) {
       at::Tensor output = as_real(outputs[i]).view({-1});
       at::Tensor input = as_real(resolved(inputs[i])).view({-1});
-      if (in_pieces && shm_dtype(output.scalar_type()) != shm::Dtype::kBytes) {
+      if (in_pieces && !is_bytes(shm_dtype(output.scalar_type()))) {
         scatter_in_pieces(*state, output, input, op);
       } else {
         add(*state, [&] { return reduce_scatter_flat(*group_, output, input, options); },

@@ -327,6 +327,8 @@ TEST_CASE("what an operation cannot do is refused") {
   refused(ReduceOp::kBand, no_bits);
   refused(ReduceOp::kBor, no_bits);
   refused(ReduceOp::kBxor, no_bits);
+  for (const Dtype dtype : {kF8E4M3, kF8E5M2, kF8E4M3Nuz, kF8E5M2Nuz, kF8E8M0})
+    CHECK(refusal(ReduceOp::kSum, dtype));
   CHECK(refusal(ReduceOp::kSum, static_cast<Dtype>(200)));
   CHECK(refusal(static_cast<ReduceOp>(200), kF32));
 }

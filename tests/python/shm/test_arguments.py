@@ -21,6 +21,8 @@ from shm.ranks import backend_of, of_all, total, values
 
 WORLD = 3
 
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
 Layout = Callable[[torch.Tensor], torch.Tensor]
 
 # Each makes from a matrix one with the same values in another layout.
@@ -192,6 +194,12 @@ def mismatches(rank: int) -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]
         "dtype": (
             lambda: dist.all_reduce(torch.ones(4, dtype=torch.float64 if odd else torch.float32)),
             ("float64", "float32"),
+        ),
+        "dtype that is only moved": (
+            lambda: dist.all_gather_into_tensor(
+                torch.empty(3 * WORLD, dtype=FLOAT8[odd]), torch.empty(3, dtype=FLOAT8[odd])
+            ),
+            ("all_gather of 9 float8_e4m3fn", "all_gather of 9 float8_e5m2"),
         ),
         "op": (
             lambda: dist.all_reduce(torch.ones(4), ReduceOp.MAX if odd else ReduceOp.SUM),

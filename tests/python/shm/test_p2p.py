@@ -221,6 +221,7 @@ def test_another_size_or_dtype_raises_and_the_group_goes_on(rank: int) -> None:
         ):
             dist.send(torch.zeros(300_000), 1, tag=3)
         dist.send(torch.zeros(2, dtype=torch.int32), 1, tag=3)
+        dist.send(torch.zeros(2, dtype=torch.float8_e4m3fn), 1, tag=3)
         dist.send(torch.ones(2), 1, tag=3)
     else:
         got = torch.empty(2)
@@ -231,6 +232,11 @@ def test_another_size_or_dtype_raises_and_the_group_goes_on(rank: int) -> None:
                 f"{said} from rank 0, expected 8 bytes of float32",
             ):
                 dist.recv(got, 0, tag=3)
+        with raises(
+            dist.DistBackendError,
+            "2 bytes of float8_e4m3fn from rank 0, expected 2 bytes of float8_e5m2",
+        ):
+            dist.recv(torch.empty(2, dtype=torch.float8_e5m2), 0, tag=3)
         dist.recv(got, 0, tag=3)
         assert got.tolist() == [1, 1]
     total = torch.ones(1)
