@@ -191,6 +191,7 @@ void init_comm(py::module_& module) {
                     std::chrono::milliseconds timeout, const std::string& host_partition) {
                    ShmOptions options;
                    options.timeout = timeout;
+                   options.connect_timeout = connect_timeout_of(timeout);
                    options.host_partition = host_partition;
                    return make_shm_backend(store, {rank, world}, options);
                  }),

@@ -34,6 +34,9 @@ LivingBackends& living_backends() {
   return *living;
 }
 
+// The key by which a rank counts how often it has made a group of this name.
+std::string incarnation_key(int64_t rank) { return "incarnation/" + std::to_string(rank); }
+
 // Returns the first line of an error, without the place in torch's source that its checks put
 // before it.
 std::string first_line(const std::exception& error) {
@@ -77,7 +80,7 @@ ShmBackend::~ShmBackend() {
 // Finds out which ranks share memory.
 void ShmBackend::meet() {
   // A Store may have carried an earlier group of the same name, whose keys nobody has removed.
-  const int64_t incarnation = store_->add("incarnation/" + std::to_string(where_.rank), 1);
+  const int64_t incarnation = store_->add(incarnation_key(where_.rank), 1);
   const std::string number = std::to_string(incarnation);
   try {
     StoreExchange exchange(c10::make_intrusive<c10d::PrefixStore>("shm/" + number, store_),
@@ -86,6 +89,11 @@ void ShmBackend::meet() {
         shm::HostGroup::join(exchange, {where_, shm_options_.timeout, shm_options_.host_partition});
   } catch (const shm::Fault& fault) {
     C10_THROW_ERROR(DistBackendError, fault.what());
+  } catch (const c10::Error& error) {  // of the Store
+    C10_THROW_ERROR(DistBackendError,
+                    error_text("shm_backend", why_not_met(incarnation, error), where_,
+                               "Look why those ranks are late or have failed, or raise the "
+                               "timeout."));
   }
   if (group_->world() == where_.world) {
     collectives_ = std::make_unique<shm::Collectives>(*group_);
@@ -93,6 +101,23 @@ void ShmBackend::meet() {
     return;
   }
   meet_hosts(number);
+}
+
+// Returns which ranks have not begun to make this group; if all have, or the Store no longer
+// answers, what the Store said.
+std::string ShmBackend::why_not_met(int64_t incarnation, const std::exception& error) const {
+  std::string missing;
+  try {
+    for (int64_t rank = 0; rank < where_.world; ++rank) {
+      if (store_->add(incarnation_key(rank), 0) < incarnation)
+        missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(rank);
+    }
+  } catch (const std::exception&) {
+    missing.clear();
+  }
+  if (missing.empty()) return "the ranks could not meet in the Store: " + first_line(error);
+  return missing + " did not come to make the group within " +
+         std::to_string(shm_options_.connect_timeout.count()) + " ms";
 }
 
 // Prepares memory inside the hosts, if any has more than one of the ranks, and Gloo between them.
@@ -140,6 +165,8 @@ c10::intrusive_ptr<c10d::Backend> ShmBackend::split(const c10::intrusive_ptr<c10
   ShmOptions shm_options = shm_options_;
   shm_options.warns = false;
   shm_options.timeout = options ? options->timeout : options_->timeout;  // see setTimeout()
+  if (shm_options.timeout != shm_options_.timeout)
+    shm_options.connect_timeout = connect_timeout_of(shm_options.timeout);
   const RankOf where{place - ranks.begin(), static_cast<int64_t>(ranks.size())};
   return c10::make_intrusive<ShmBackend>(store, where, shm_options);
 }

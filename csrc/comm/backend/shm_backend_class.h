@@ -13,6 +13,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -173,6 +174,7 @@ class ShmBackend final : public c10d::Backend {
   };
 
   void meet();
+  std::string why_not_met(int64_t incarnation, const std::exception& error) const;
   void meet_hosts(const std::string& incarnation);
   WorkPtr submit(Request request, Run run);
   uint64_t open_epoch() const;

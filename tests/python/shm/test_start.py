@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
+from trireme import _C
 
 from harness.on_ranks import on_shm_ranks
 from harness.processes import without_launcher
@@ -65,6 +67,37 @@ def test_one_rank_in_this_process() -> None:
     dist.all_gather_object(outputs, {"alone": True})
     assert outputs == [{"alone": True}]
     dist.barrier()
+
+
+class EmptyStore(dist.Store):
+    """No other rank ever comes to it. Notes how long the one that is there would wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patience: timedelta | None = None
+
+    def set(self, key: str, value: Any) -> None:
+        pass
+
+    def add(self, key: str, value: int) -> int:
+        return value
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self.patience = timeout
+        raise TimeoutError("nobody else comes")
+
+
+def test_ranks_wait_for_each_other_as_long_as_the_timeout_says() -> None:
+    """But for 10 s at least: a timeout for collectives may be short."""
+    for timeout, patience in (
+        (timedelta(hours=2), timedelta(hours=2)),
+        (timedelta(seconds=1), timedelta(seconds=10)),
+        (timedelta(days=400), timedelta(days=1)),
+    ):
+        store = EmptyStore()
+        with pytest.raises(Exception, match="nobody else comes"):
+            _C.make_shm_backend(dist.PrefixStore("group", store), 0, 2, timeout)
+        assert store.patience == patience
 
 
 def start_again(rank: int) -> None:

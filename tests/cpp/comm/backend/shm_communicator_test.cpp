@@ -1,8 +1,10 @@
 // Failures where all ranks share the memory of a host, and what is none: the group works on.
 
+#include <trireme/comm/backend/shm_backend.h>
 #include <trireme/common/interruption.h>
 
 #include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <catch_torch.h>
 #include <chrono>
@@ -41,6 +43,21 @@ void look_around() {
 }
 
 }  // namespace
+
+TEST_CASE("ranks that do not come to make a group are named") {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto error_of = [&](int64_t rank) -> std::string {
+    try {
+      make_shm_backend(store, {rank, 3}, {.connect_timeout = std::chrono::milliseconds(20)});
+    } catch (const c10::DistBackendError& error) {
+      return error.what_without_backtrace();
+    }
+    return "no error";
+  };
+  const std::string within = " did not come to make the group within 20 ms (rank ";
+  CHECK_THAT(error_of(2), Catch::Contains("[shm_backend] rank 0, rank 1" + within + "2 of 3)"));
+  CHECK_THAT(error_of(0), Catch::Contains("[shm_backend] rank 1" + within + "0 of 3)"));
+}
 
 TEST_CASE("what is submitted before a failure was noticed ends with it") {
   std::vector<std::string> said(2);
