@@ -1,6 +1,7 @@
 #include <trireme/activation/prefix_cache.h>
 
 #include <trireme/common/error.h>
+#include <trireme/common/resolved.h>
 #include <trireme/kernels/cpu/parallel.h>
 #include <trireme/memory/value_hash.h>
 #include <trireme/module/replica_random.h>
@@ -171,7 +172,7 @@ std::vector<int64_t> PrefixCache::check(const at::Tensor& input, const at::Tenso
 std::vector<CacheRow> PrefixCache::rows_of(const at::Tensor& input,
                                            const std::vector<int64_t>& ids) {
   const Stopwatch watch;
-  const at::Tensor own = input.detach().to(at::kCPU).contiguous();
+  const at::Tensor own = resolved(input.detach().to(at::kCPU)).contiguous();
   const size_t bytes = ids.empty() ? 0 : own.nbytes() / ids.size();
   const auto* data = static_cast<const std::byte*>(own.const_data_ptr());
   std::vector<CacheRow> rows(ids.size());
@@ -285,7 +286,7 @@ void PrefixCache::store(const std::vector<CacheRow>& rows, const std::vector<uin
   const CacheForm form{outputs.sizes().slice(1).vec(), outputs.scalar_type()};
   if (!cache_->form()) cache_->set_form(form);
   if (cache_->form() != form) return;  // another rank's has another dtype
-  const at::Tensor own = outputs.to(at::kCPU).contiguous();
+  const at::Tensor own = resolved(outputs.to(at::kCPU)).contiguous();
   const size_t bytes = form.bytes();
   std::optional<CacheRow> last;
   for (size_t i = 0; i < rows.size(); ++i) {

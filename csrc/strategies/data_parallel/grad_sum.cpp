@@ -64,6 +64,7 @@ void GradSum::begin(const std::vector<size_t>& replicas, const std::vector<at::T
 
 void GradSum::came(size_t replica, size_t parameter) {
   at::Tensor gradient = std::exchange(leaves_[replica][parameter].mutable_grad(), {});
+  if (!gradient.defined()) return;  // the leaf was frozen after its forward
   Part& part = parts_[replica][parameter];
   if (part.came) {
     part.later = sum_of(std::move(part.later), gradient);

@@ -9,6 +9,7 @@
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <cstring>
 #include <map>
 #include <utility>
 
@@ -46,6 +47,17 @@ bool is_flattened(const at::Tensor& tensor) {
 // so: buffers that may be such statistics are copied every time.
 bool writes_unseen(const at::Tensor& buffer) {
   return buffer.is_floating_point() && buffer.dim() <= 1;
+}
+
+// Writes through .data have no version either. Where both are in the memory of the host, values are
+// compared; codebooks that a forward moves are written so.
+bool differs(const at::Tensor& buffer, const at::Tensor& copy) {
+  if (!buffer.is_cpu() || !copy.is_cpu() || !same_layout(buffer, copy)) return false;
+  const auto is_plain = [](const at::Tensor& tensor) {
+    return tensor.has_storage() && tensor.is_non_overlapping_and_dense() && is_resolved(tensor);
+  };
+  return !is_plain(buffer) || !is_plain(copy) ||
+         std::memcmp(buffer.const_data_ptr(), copy.const_data_ptr(), buffer.nbytes()) != 0;
 }
 
 bool may_be_stepped(const at::Tensor& parameter) {
@@ -163,6 +175,11 @@ int64_t ReplicaTensors::refresh() {
   return copied_bytes_;
 }
 
+void ReplicaTensors::follow_masters() {
+  for (const std::vector<at::Tensor>& leaves : module_.leaves)
+    for (size_t i = 0; i < leaves.size(); ++i) follow_master(module_.parameters[i], leaves[i]);
+}
+
 int64_t ReplicaTensors::own_bytes(size_t replica) const {
   int64_t bytes = 0;
   for (size_t i = 0; i < module_.parameters.size(); ++i)
@@ -204,7 +221,8 @@ void ReplicaTensors::refresh_buffers(size_t replica, bool first) {
     const at::Tensor& master = module_.buffers[i];
     at::Tensor& copy = module_.replica_buffers[replica][i];
     if (!shares_buffer(replica, i)) {
-      stale.look_at(master, copy, copied_buffers_[replica][i], writes_unseen(master));
+      stale.look_at(master, copy, copied_buffers_[replica][i],
+                    writes_unseen(master) || differs(master, copy));
     } else if (first || !same_memory(master, copy)) {
       share_tensor(master, copy);
     }

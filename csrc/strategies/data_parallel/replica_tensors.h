@@ -26,7 +26,8 @@ class TRIREME_API ReplicaTensors {
 
   // Brings the replicas up to date, in time for a forward: they follow a master that was given
   // other memory, a dtype or another requires_grad; copies are made again of tensors that were
-  // written since, in one transfer per device. Costs a comparison per tensor where nothing changed.
+  // written since, in one transfer per device. Costs a comparison per tensor where nothing changed,
+  // and of buffers in the memory of the host one of their bytes.
   // Returns how many bytes were copied. Throws ValueError for a parameter that is not on the device
   // of replica 0.
   //
@@ -34,6 +35,9 @@ class TRIREME_API ReplicaTensors {
   // versions of its tensors tell of a write. A tensor that is copied for another reason keeps its
   // version.
   int64_t refresh();
+  // Called before a backward: autograd asks whether a leaf requires a gradient now, not in its
+  // forward.
+  void follow_masters();
   // Called after a backward, which an optimizer may follow that writes parameters under no version,
   // as torch::optim::SGD does through .data(): the next refresh() copies what it may have written.
   void expect_step() { may_have_stepped_ = true; }

@@ -149,6 +149,7 @@ std::vector<at::Tensor> Replicas::backward(ReplicaPass& pass, const RunBackward&
   const std::lock_guard turn(turn_);
   const Clock::time_point begin = Clock::now();
   tensors_.expect_step();
+  tensors_.follow_masters();
   grad_sum_.begin(pass.replicas(), tensors_.module().parameters);
   try {
     run_all_backwards(pass, run_backward);

@@ -218,7 +218,8 @@ def test_buffers_written_between_steps() -> None:
 
 
 def test_only_what_was_written_is_copied() -> None:
-    """But for buffers of one dimension, to which batch norm writes without a trace."""
+    """But for buffers of one dimension, to which batch norm writes without a trace. Writes to
+    others through ``.data`` leave none either, and are found."""
 
     def make_tables() -> nn.Module:
         module = Called(lambda m, x: m.net(x @ m.table + m.row), net=make())
@@ -233,6 +234,10 @@ def test_only_what_was_written_is_copied() -> None:
         assert ours.last_step()["copied_bytes"] == 2 * row
     for module in (ours.module, one):
         module.table.mul_(2)
+    assert_same_backward(ours, one, data(2))
+    assert ours.last_step()["copied_bytes"] == 2 * (row + table)
+    for module in (ours.module, one):
+        module.table.data.mul_(2)
     assert_same_backward(ours, one, data(2))
     assert ours.last_step()["copied_bytes"] == 2 * (row + table)
     assert [r["memory_bytes"] for r in ours.last_step()["replicas"]] == [0, *[row + table] * 2]

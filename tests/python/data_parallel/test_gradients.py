@@ -70,6 +70,22 @@ def test_frozen_module_passes_gradients_on() -> None:
     assert_close(input_gradient(ours, data(0, True)), input_gradient(one, data(0, True)))
 
 
+def test_frozen_between_forward_and_backward() -> None:
+    """As for the part of a GAN that is not trained."""
+    ours, one = both()
+    for _ in range(2):
+        for module in (ours, one):
+            loss = square_mean(module(data(0)))
+            module.requires_grad_(False)
+            square_mean(module(data(1, True))).backward()
+            assert not any(one is not None for one in gradients(module).values())
+            module.requires_grad_(True)
+            loss.backward()
+        assert_close(gradients(ours), gradients(one))
+        for module in (ours, one):
+            module.zero_grad()
+
+
 def test_one_tensor_as_two_inputs() -> None:
     ours, one = pair(lambda: Called(lambda m, a, b: m.net(a) * m.net(b), net=make()))
     seen = []

@@ -46,6 +46,16 @@ def test_rows_that_are_there_are_copied() -> None:
     assert torch.equal(prefix(*some(2, 3)), first[[2, 0]])
 
 
+class Conjugate(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.complex(x, 2 * x).conj()
+
+
+def test_a_conj_that_torch_has_put_off() -> None:
+    prefix = trireme.CachedPrefix([Conjugate()], cache(), always=True)
+    assert torch.equal(prefix(*some(1, 2)), prefix(*some(1, 2)))
+
+
 def test_one_id_twice_in_a_batch() -> None:
     given, kept = frozen_layers(), cache()
     prefix = trireme.CachedPrefix(given, kept)
