@@ -84,9 +84,7 @@ class TRIREME_API PipelineEngine final : public PipelineRunner {
                       std::vector<std::shared_ptr<DeferredSync>> strategies = {});
   // Replaces the buffers of all stages of this rank: in each step replicas begin with those of the
   // first one.
-  void set_buffers(std::vector<at::Tensor> buffers) {
-    gradients_->set_buffers(std::move(buffers));
-  }
+  void set_buffers(std::vector<at::Tensor> buffers) { gradients_->set_buffers(std::move(buffers)); }
 
  private:
   // The kind of a run: a step, an evaluation, or one half of a pass.

@@ -7,13 +7,14 @@ import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from trireme._pipeline.deferred_batch_norm import convert_deferred_batch_norm
 from trireme._pipeline.pipeline import Pipeline
+from trireme._pipeline.schedule import Checkpoint
 from trireme._pipeline.verify_skippables import verify_skippables
 
 Device: TypeAlias = torch.device | int | str
@@ -106,20 +107,18 @@ class GPipe(nn.Module):
 
     def _made_pipe(self) -> Pipeline:
         partitions = list(self.partitions)
-        made = self._pipeline
+        made: Pipeline | None = self.__dict__["_pipeline"]
         if made is None or not all(map(operator.is_, made._modules.values(), partitions)):
-            pipe = Pipeline(
+            made = Pipeline(
                 nn.Sequential(*partitions),  # whole, so that their hooks are called
                 self.chunks,
                 balance=[1] * len(partitions),
                 devices=self.devices,
-                checkpoint=self.checkpoint,
+                checkpoint=cast(Checkpoint, self.checkpoint),
             )
-            object.__setattr__(self, "_pipeline", pipe)
-        pipe = self._pipeline
-        assert isinstance(pipe, Pipeline)
-        pipe.training = self.training
-        return pipe
+            object.__setattr__(self, "_pipeline", made)
+        made.training = self.training
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_pipeline"}
