@@ -90,9 +90,7 @@ class DistributedOptimizer final : public Inner {
    private:
     DistributedStep& distributed_;
   };
-  [[nodiscard]] SkipSynchronize skip_synchronize() {
-    return SkipSynchronize(distributed_);
-  }
+  [[nodiscard]] SkipSynchronize skip_synchronize() { return SkipSynchronize(distributed_); }
 
  private:
   DistributedStep distributed_;

@@ -90,12 +90,12 @@ void DistributedStep::check_parameters(
     const std::vector<torch::optim::OptimizerParamGroup>& groups) const {
   size_t stepped = 0;
   for (const torch::optim::OptimizerParamGroup& group : groups) stepped += group.params().size();
-  TORCH_CHECK(stepped == parameters_.tensors.size(),
-              error_text(kArea,
-                         c10::str("got ", stepped, " parameters to step, expected the ",
-                                  parameters_.tensors.size(), " whose gradients are reduced"),
-                         ranks_->rank_of(),
-                         "Call add_param_group() of the DistributedOptimizer itself."));
+  TORCH_CHECK(
+      stepped == parameters_.tensors.size(),
+      error_text(kArea,
+                 c10::str("got ", stepped, " parameters to step, expected the ",
+                          parameters_.tensors.size(), " whose gradients are reduced"),
+                 ranks_->rank_of(), "Call add_param_group() of the DistributedOptimizer itself."));
 }
 
 at::Tensor DistributedStep::run(const std::function<at::Tensor(Closure)>& inner,
