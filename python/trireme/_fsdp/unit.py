@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.utils import _to_kwargs
 
 from trireme._C import (
     Communicator,
@@ -245,8 +246,6 @@ class FsdpUnit:
         """Inputs of the outermost forward where the parameters are, as in torch."""
         if self.mesh.device.type == "cpu" or not (args or kwargs):
             return args, kwargs
-        from torch.distributed.utils import _to_kwargs
-
         moved, moved_kwargs = _to_kwargs(args, kwargs, self.mesh.device, False)
         return moved[0], moved_kwargs[0]
 

@@ -175,7 +175,7 @@ class Pipeline(ScalesLosses, nn.Module):
         self._keep_loss(loss, is_held=own[-1] is self._stages[-1])
         kept = [name for stage in own for name in stage.layers]
         self._norms = defer(layers, kept, chunks if deferred_batch_norm else None)
-        modules = {**modules, **layers}
+        modules = {**modules, **layers}  # deferred norms in place of those that they were
         cut.show({name: layers[name] for name in kept}, self)
         self._names_in_whole = cut.names_in_whole(modules)
         self._expected = ExpectedCalls(list(layers.values()), loss, self._group)
@@ -487,7 +487,8 @@ class Pipeline(ScalesLosses, nn.Module):
                 call.end()
 
     def _look_at_parameters(self) -> None:
-        """Notices those that were put in place of others, and those that are elsewhere."""
+        """Notices those that were put in place of others, and those that are elsewhere; so of
+        layers and buffers."""
         if self._shows_layers:
             self._expect_own_layers()
         if self._replicas is not None:

@@ -31,10 +31,6 @@ _AREA = Area("checkpoints")
 _MOST = 10**18
 
 
-def _is_communication(error: Exception) -> bool:
-    return isinstance(error, dist.DistBackendError)
-
-
 class Stateful(Protocol):
     """What has a state that JSON can say: a scheduler, a scaler, a loader."""
 
@@ -160,7 +156,8 @@ class Checkpoints:
             # It may be that of the save before, which wait() then raises no more.
             if self._pending is not None and self._pending.done():
                 self._pending = None
-            if not self._logs or not isinstance(error, RuntimeError) or _is_communication(error):
+            refused = (ValueError, TypeError, dist.DistBackendError)
+            if not self._logs or isinstance(error, refused):
                 raise
             self._log(error)
             return None
@@ -268,7 +265,7 @@ class Checkpoints:
                 self._pending.wait(timeout)
         except (ValueError, TypeError, RuntimeError) as error:
             self._pending = None
-            if not self._logs or isinstance(error, TypeError) or _is_communication(error):
+            if not self._logs or isinstance(error, (TypeError, dist.DistBackendError)):
                 raise
             self._log(error)
 
