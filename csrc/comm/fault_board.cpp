@@ -304,6 +304,15 @@ bool FaultBoard::has_gone(int64_t rank) const noexcept {
   }
 }
 
+bool FaultBoard::has_left_no_word(int64_t rank) const noexcept {
+  if (!store_) return false;
+  try {
+    return !store_->check({key_of("farewell", rank)});
+  } catch (...) {  // the rank that serves the Store may have left in order
+    return false;
+  }
+}
+
 FaultBoard::Others FaultBoard::ask_others(const std::string& waiting_for,
                                           std::chrono::milliseconds patience) noexcept {
   Others others;

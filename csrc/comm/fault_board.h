@@ -60,6 +60,8 @@ class TRIREME_API FaultBoard {
 
   // Returns whether a rank has left, or its process on this host has ended.
   bool has_gone(int64_t rank) const noexcept;
+  // Returns whether the Store answers, and has no word of that rank that it has left.
+  bool has_left_no_word(int64_t rank) const noexcept;
   // The known state of the other ranks, those that no longer run first. ask_others() returns it
   // once all have left a message, or `patience` is over.
   struct Others {

@@ -36,6 +36,10 @@ struct GroupHealth {
   // Whether this is torch's fake group, for dry runs, whose other ranks repeat this rank's data.
   bool is_fake = false;
 
+  // Returns what the engine says of a peer that has gone in the middle of what may be waited for;
+  // "" while there is none. Empty for an engine whose waits end by themselves then.
+  std::function<std::string()> find_lost_peer = {};
+
   // The health of the group that this one is a part of, if any: a failure announced there ends the
   // waits of both.
   std::shared_ptr<const GroupHealth> whole = nullptr;

@@ -68,9 +68,9 @@ struct MessageBox::Lane {
   std::atomic<shm::Clock::rep> heard{0};
   std::atomic<bool> ended{false};  // the peer posts no more
   bool was_reported = false;       // guarded by taking_
-  std::atomic<bool> end_was_posted{false};
 
   mutable std::mutex mutex;  // guards the sender, and what follows
+  bool end_was_posted = false;
   std::string why_gone;
 };
 
@@ -149,7 +149,7 @@ void MessageBox::end_silent_lanes() noexcept {
   for (const auto& lane : lanes_) {
     if (!lane || !lane->by_engine) continue;
     try {
-      if (!lane->end_was_posted) try_end(lane->rank);
+      try_end(lane->rank);
     } catch (const std::exception&) {  // it is gone: so its end of the lane is closed
     }
   }
@@ -183,6 +183,10 @@ bool MessageBox::try_post(int64_t to, const TensorMessage& message, const std::s
 bool MessageBox::try_send(Lane& lane, const TensorMessage& message, const std::string& label) {
   const std::lock_guard lock(lane.mutex);
   if (!lane.why_gone.empty()) refuse_gone(lane.why_gone, label, where_);
+  if (lane.end_was_posted) {
+    if (says(message, kEnd) || says(message, kHeartbeat)) return true;
+    refuse_gone("this rank has posted its last message there", label, where_);
+  }
   if (!lane.sender->has_room()) return false;
   try {
     lane.sender->send(message, label);
@@ -190,6 +194,7 @@ bool MessageBox::try_send(Lane& lane, const TensorMessage& message, const std::s
     if (!lane.sender->may_find_memory()) throw;
     return false;
   }
+  lane.end_was_posted = says(message, kEnd);
   return true;
 }
 
@@ -206,9 +211,7 @@ bool MessageBox::reaches_devices(int64_t to) const {
 bool MessageBox::try_end(int64_t to) {
   TensorMessage message;
   message.text = kEnd;
-  Lane& lane = *lanes_[static_cast<size_t>(to)];
-  lane.end_was_posted = try_send(lane, message, "the last message");
-  return lane.end_was_posted;
+  return try_send(*lanes_[static_cast<size_t>(to)], message, "the last message");
 }
 
 bool MessageBox::has_ended(int64_t rank) const { return lanes_[static_cast<size_t>(rank)]->ended; }

@@ -68,13 +68,13 @@ class TRIREME_API MessageBox {
   std::optional<std::string> failure() const;
   // Returns the state of a rank that does not answer: "alive (stopped)"; "" if it is not known.
   std::string state_of(int64_t rank) const;
-  // Posts the last message to a rank. Returns false as try_post() does.
+  // Posts the last message to a rank, which takes none after it. Returns false as try_post() does.
   bool try_end(int64_t to);
   // Returns whether that rank has posted its last message, and all before it were taken.
   bool has_ended(int64_t rank) const;
 
   // Returns false while a rank that is still there has not taken all that was posted to it;
-  // messages not taken are lost with the box. An engine may wait here.
+  // messages not taken are lost with the box. May wait as TensorSender::is_drained() does.
   bool is_drained();
 
  private:

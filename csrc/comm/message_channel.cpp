@@ -1,5 +1,6 @@
 #include <trireme/comm/message_channel.h>
 
+#include <trireme/common/duration.h>
 #include <trireme/common/exception_text.h>
 
 #include <ATen/ATen.h>
@@ -15,6 +16,8 @@ namespace {
 
 constexpr int64_t kHeadBytes = 2048;
 constexpr int64_t kLine = 64;
+// How long a look whether a message is through may take: an engine does not tell when it is.
+constexpr std::chrono::milliseconds kBriefly{20};
 constexpr int32_t kMagic = 0x6c6e6863;  // "chnl"
 
 // The head of each message; behind it, or in a message of its own, lie the description, the text
@@ -71,7 +74,8 @@ EngineTensorSender::EngineTensorSender(std::shared_ptr<Communicator> pair, Chann
 void EngineTensorSender::send(const TensorMessage& message, const std::string& label) {
   packing_.plan(message, label);
   name_errors(name_.sending(label), name_, [&] {
-    while (in_flight_.size() >= slots_ || bytes_in_flight_ > most_bytes_) wait_for_first();
+    while (in_flight_.size() >= slots_ || bytes_in_flight_ > most_bytes_)
+      wait_for_first(kLongestWait);
     WireHead head;
     head.channel = std::hash<std::string>()(name_.name);
     head.step = message.step;
@@ -105,17 +109,21 @@ void EngineTensorSender::send(const TensorMessage& message, const std::string& l
   });
 }
 
-void EngineTensorSender::wait_for_first() {
-  for (Pending& part : in_flight_.front().parts) part.wait();
+// Returns whether the oldest message on its way is through before `patience` is over.
+bool EngineTensorSender::wait_for_first(std::chrono::milliseconds patience) {
+  for (Pending& part : in_flight_.front().parts)
+    if (!part.wait_for(patience)) return false;
   bytes_in_flight_ -= in_flight_.front().bytes;
   in_flight_.pop_front();
+  return true;
 }
 
 bool EngineTensorSender::is_drained() {
   name_errors(name_.sending("the last message"), name_, [&] {
-    while (!in_flight_.empty()) wait_for_first();
+    while (!in_flight_.empty() && wait_for_first(kBriefly)) {
+    }
   });
-  return true;
+  return in_flight_.empty();
 }
 
 EngineTensorReceiver::EngineTensorReceiver(std::shared_ptr<Communicator> pair, ChannelName name)

@@ -3,6 +3,7 @@
 #include <trireme/comm/communicator.h>
 #include <trireme/comm/tensor_packing.h>
 
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -35,7 +36,7 @@ class EngineTensorSender final : public TensorSender {
   TensorPacking packing_;
   size_t slots_;
   int64_t most_bytes_;
-  void wait_for_first();
+  bool wait_for_first(std::chrono::milliseconds patience);
 
   struct InFlight {
     std::vector<Pending> parts;

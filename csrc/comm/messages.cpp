@@ -1,5 +1,6 @@
 #include <trireme/comm/messages.h>
 
+#include <trireme/common/duration.h>
 #include <trireme/common/resolved.h>
 
 #include <ATen/ATen.h>
@@ -33,12 +34,17 @@ bool Messages::done() const {
                      [](const Message& message) { return message.work->isCompleted(); });
 }
 
-void Messages::wait() {
+bool Messages::wait_for(std::chrono::milliseconds patience) {
+  return wait_until(deadline_after(patience));
+}
+
+bool Messages::wait_until(Pending::Clock::time_point deadline) {
   for (; next_ < messages_.size(); ++next_) {
     const Message& message = messages_[next_];
-    wait_for(*message.work, message.moved.is_cpu());
+    if (!wait_until(*message.work, message.moved.is_cpu(), deadline)) return false;
     if (message.target.defined()) message.target.copy_(message.moved);
   }
+  return true;
 }
 
 }  // namespace trireme

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <chrono>
 #include <functional>
 #include <vector>
 
@@ -22,12 +23,17 @@ class Messages : public Pending::State {
   void recv(const std::vector<at::Tensor>& tensors, const Issue& issue);
 
   bool done() const override;
-  void wait() override;
+  void wait() override { wait_until(Pending::Clock::time_point::max()); }
+  bool wait_for(std::chrono::milliseconds patience) override;
 
  protected:
-  virtual void wait_for(c10d::Work& work, bool on_cpu) = 0;
+  // Waits until `deadline`, or to the end if the engine can only do that. Returns whether the
+  // message is through; if not, it may be waited for again.
+  virtual bool wait_until(c10d::Work& work, bool on_cpu, Pending::Clock::time_point deadline) = 0;
 
  private:
+  bool wait_until(Pending::Clock::time_point deadline);
+
   struct Message {
     WorkPtr work;
     at::Tensor moved;

@@ -25,6 +25,12 @@ class TRIREME_API Pending {
     virtual ~State() = default;
     virtual bool done() const = 0;
     virtual void wait() = 0;
+    // Waits for `patience` at most: returns whether it has waited to the end. An engine that can
+    // only wait to the end does so.
+    virtual bool wait_for(std::chrono::milliseconds /*patience*/) {
+      wait();
+      return true;
+    }
     // Returns the tensors that carry the result, where they are not the ones passed in (a
     // communication hook).
     virtual std::vector<at::Tensor> result() { return {}; }
@@ -38,6 +44,9 @@ class TRIREME_API Pending {
   bool done() const { return state_ == nullptr || state_->done(); }
   void wait() {
     if (state_ != nullptr) state_->wait();
+  }
+  bool wait_for(std::chrono::milliseconds patience) {
+    return state_ == nullptr || state_->wait_for(patience);
   }
   // Returns whether it is done before `patience` is over. Looks now and then; wait() must still
   // follow.

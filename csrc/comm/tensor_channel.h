@@ -42,8 +42,9 @@ class TRIREME_API TensorSender {
   // Returns, after a send() that found no memory, whether there may be some when the receiver is
   // done with the messages on their way.
   virtual bool may_find_memory() const { return false; }
-  // Returns whether messages sent survive this end: over the memory of a host, whether they were
-  // received. An engine waits for that, and throws c10::DistBackendError as send() does.
+  // Returns whether messages sent survive this end: whether they were received. Waits for that for
+  // some milliseconds over Gloo, and over an engine whose messages cannot be waited for in slices
+  // to the end; throws c10::DistBackendError there as send() does.
   virtual bool is_drained() { return true; }
 };
 

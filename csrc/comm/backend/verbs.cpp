@@ -39,6 +39,7 @@ class ShmState final : public Pending::State {
 
 // How long a rank waits for a message before it checks whether the other one has left.
 constexpr std::chrono::milliseconds kLook{250};
+constexpr std::chrono::milliseconds kShortest{1};  // 0 would be no timeout
 
 class ShmMessages final : public Messages {
  public:
@@ -46,8 +47,16 @@ class ShmMessages final : public Messages {
       : backend_(std::move(backend)), peer_(peer), operation_(std::move(operation)) {}
 
  private:
-  void wait_for(c10d::Work& work, bool /*on_cpu*/) override {
-    while (!came_within(work, kLook)) check_peer();
+  bool wait_until(c10d::Work& work, bool /*on_cpu*/, Pending::Clock::time_point deadline) override {
+    const auto slice = [&] {
+      const auto left = deadline - Pending::Clock::now();
+      return std::clamp(std::chrono::ceil<std::chrono::milliseconds>(left), kShortest, kLook);
+    };
+    while (!came_within(work, slice())) {
+      check_peer();
+      if (Pending::Clock::now() >= deadline) return false;
+    }
+    return true;
   }
 
   bool came_within(c10d::Work& work, std::chrono::milliseconds slice) const {

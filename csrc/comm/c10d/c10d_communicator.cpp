@@ -2,6 +2,7 @@
 
 #include <trireme/comm/c10d/c10d_calls.h>
 #include <trireme/comm/c10d/c10d_wait.h>
+#include <trireme/comm/c10d/connection_watch.h>
 #include <trireme/comm/c10d/group_device.h>
 #include <trireme/comm/c10d/group_values.h>
 #include <trireme/comm/c10d/message_wait.h>
@@ -13,10 +14,12 @@
 #include <trireme/comm/scratch.h>
 #include <trireme/comm/shm_tensors.h>
 #include <trireme/comm/subgroups.h>
+#include <trireme/common/env.h>
 #include <trireme/common/resolved.h>
 
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/distributed/c10d/debug.h>
 
 #include <algorithm>
 #include <atomic>
@@ -189,18 +192,48 @@ class WorkState final : public Pending::State {
 
 class C10dMessages final : public Messages {
  public:
-  C10dMessages(std::shared_ptr<MessageWait> wait, std::string operation)
-      : wait_(std::move(wait)), operation_(std::move(operation)) {}
+  C10dMessages(std::shared_ptr<MessageWait> wait, AwaitedMessage message)
+      : wait_(std::move(wait)), message_(std::move(message)) {}
 
  private:
   // On a device a wait orders streams and returns; the engine's watchdog holds the deadline.
-  void wait_for(c10d::Work& work, bool on_cpu) override {
-    on_cpu ? wait_->wait(work, operation_) : void(work.wait());
+  bool wait_until(c10d::Work& work, bool on_cpu, Pending::Clock::time_point deadline) override {
+    return on_cpu ? wait_->wait_until(work, message_, deadline) : (work.wait(), true);
   }
 
   std::shared_ptr<MessageWait> wait_;
-  std::string operation_;
+  AwaitedMessage message_;
 };
+
+// Returns what Gloo says of the connections of `group`.
+std::shared_ptr<ConnectionWatch> watch_connections(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  const auto post =
+      [weak = c10::weak_intrusive_ptr<c10d::ProcessGroup>(group)](int64_t rank) -> WorkPtr {
+    // torch's checks at this level count the receives of a rank among its collectives.
+    if (c10d::debug_level() == c10d::DebugLevel::Detail) return {};
+    const auto living = weak.lock();
+    if (!living) return {};
+    TensorList nothing{at::empty({1}, at::kByte)};
+    return living->recv(nothing, static_cast<int>(rank), kMessageTag + kUnansweredTagOffset);
+  };
+  return std::make_shared<ConnectionWatch>(post);
+}
+
+// How long Gloo may take over what it received before a connection broke.
+constexpr std::chrono::seconds kForLastSteps{1};
+
+// Returns why collectives of the group may be waited for in vain: the connection to a rank has
+// broken. One that has left in order may have done its part of them, unless it is the only peer.
+std::string why_peer_lost(ConnectionWatch& connections, const GroupHealth& health) {
+  for (int64_t rank = 0; rank < health.where.world; ++rank) {
+    if (rank == health.where.rank) continue;
+    const std::string why = connections.why_broken(rank, kForLastSteps);
+    if (!why.empty() && (health.where.world == 2 || health.board.has_left_no_word(rank)))
+      return "the connection to rank " + std::to_string(rank) + " has broken: " + why;
+  }
+  return {};
+}
 
 bool is_fake(c10d::ProcessGroup& group, c10::DeviceType device) {
   return group.hasBackends() && group.getBackend(device)->getBackendName() == "fake";
@@ -214,13 +247,21 @@ class C10dCommunicator final : public Communicator {
         health_(std::make_shared<GroupHealth>(std::move(request.store), where_)),
         only_device_(only_device_of(*group_)),
         is_gloo_(request.is_gloo),
+        connections_(is_gloo_ ? watch_connections(group_) : nullptr),
         make_of_part_(request.make_of_part) {
     health_->is_fake = is_fake(*group_, only_device_.value_or(c10::kCPU).type());
+    // A group that connects two ranks when they first meet would try to connect to one that is
+    // gone.
+    if (connections_ && !lookup_process_environment("TORCH_GLOO_LAZY_INIT"))
+      health_->find_lost_peer = [connections = connections_, health = health_.get()] {
+        return why_peer_lost(*connections, *health);
+      };
   }
 
   // torch's Gloo ends only when its last operation has, for which a rank that has failed may never
   // come: nobody waits for the end of a failed group.
   ~C10dCommunicator() override {
+    if (connections_) connections_->forget();
     if (!health_->failure()) return;
     try {
       std::thread([groups = std::pair(std::move(group_), std::move(downward_))]() mutable {
@@ -309,7 +350,7 @@ class C10dCommunicator final : public Communicator {
   }
 
   Pending send(TensorList tensors, int64_t to, std::string label) override {
-    auto messages = begin_messages(message_text("send", to, label, where_));
+    auto messages = begin_messages({message_text("send", to, label, where_), to});
     messages->send(tensors, [&](const at::Tensor& moved) {
       return issue_message(moved, [&](TensorList& bytes) {
         return group_->send(bytes, static_cast<int>(to), kMessageTag);
@@ -319,7 +360,7 @@ class C10dCommunicator final : public Communicator {
   }
 
   Pending recv(TensorList tensors, int64_t from, std::string label) override {
-    auto messages = begin_messages(message_text("recv", from, label, where_));
+    auto messages = begin_messages({message_text("recv", from, label, where_), from});
     messages->recv(tensors, [&](const at::Tensor& moved) {
       return issue_message(moved, [&](TensorList& bytes) {
         return group_->recv(bytes, static_cast<int>(from), kMessageTag);
@@ -386,10 +427,10 @@ class C10dCommunicator final : public Communicator {
                                        AwaitedOperation{operation_, health_->progress().start()});
   }
 
-  std::unique_ptr<Messages> begin_messages(std::string operation) {
-    begin(std::move(operation));
-    if (!messages_) messages_ = std::make_shared<MessageWait>(health_);
-    return std::make_unique<C10dMessages>(messages_, operation_);
+  std::unique_ptr<Messages> begin_messages(AwaitedMessage message) {
+    begin(message.operation);
+    if (!messages_) messages_ = std::make_shared<MessageWait>(health_, connections_);
+    return std::make_unique<C10dMessages>(messages_, std::move(message));
   }
 
   template <typename Issue>
@@ -539,7 +580,8 @@ class C10dCommunicator final : public Communicator {
   RankOf where_;
   std::shared_ptr<GroupHealth> health_;
   std::optional<c10::Device> only_device_;
-  bool is_gloo_;  // on CPU
+  bool is_gloo_;                                  // on CPU
+  std::shared_ptr<ConnectionWatch> connections_;  // null for another engine than Gloo
   MakeCommunicator* make_of_part_;
   Scratch scratch_;
   std::optional<bool> are_near_ = {};

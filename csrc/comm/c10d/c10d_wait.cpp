@@ -28,15 +28,6 @@ std::string without_frills(std::string cause) {
   return cause.substr(0, cause.find(". This is typically caused by"));
 }
 
-// Throws if the board shows that a peer has failed, or that this wait has no end.
-void look_around(const std::string& operation, GroupHealth& health) {
-  if (const auto announced = health.announced()) throw_peer_failure(operation, *announced, health);
-  if (const auto why = health.waits_in_vain()) {
-    health.set_failure(*why);
-    C10_THROW_ERROR(DistBackendError, *why);
-  }
-}
-
 [[noreturn]] void throw_engine_failure(const std::string& operation, const std::string& cause,
                                        GroupHealth& health) {
   if (const auto announced = health.announced()) {
@@ -52,6 +43,19 @@ void look_around(const std::string& operation, GroupHealth& health) {
       health.where, next_step);
   health.set_failure(text);
   C10_THROW_ERROR(DistBackendError, text);
+}
+
+// Throws if the board shows that a peer has failed, or that this wait has no end, or the engine
+// that a peer is lost.
+void look_around(const std::string& operation, GroupHealth& health) {
+  if (const auto announced = health.announced()) throw_peer_failure(operation, *announced, health);
+  if (const auto why = health.waits_in_vain()) {
+    health.set_failure(*why);
+    C10_THROW_ERROR(DistBackendError, *why);
+  }
+  if (!health.find_lost_peer) return;
+  if (const std::string lost = health.find_lost_peer(); !lost.empty())
+    throw_engine_failure(operation, lost, health);
 }
 
 // Waits for at most that long: returns true when the work is finished, throws its error.

@@ -30,6 +30,7 @@ HostLeg::HostLeg(const c10::intrusive_ptr<c10d::Store>& store, const HostLayout&
     : layout_(layout),
       gloo_(connect(store, layout, options)),
       pointless_(std::move(pointless)),
+      connections_([this](int64_t host) { return post_unanswered(host); }),
       watcher_([this] { keep_watch(); }) {}
 
 HostLeg::~HostLeg() {
@@ -50,16 +51,28 @@ void HostLeg::keep_watch() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!ending_) {
     changed_.wait_for(lock, shm::kLookEvery);
-    if (!receiving_) {
+    if (awaited_ == nullptr) {
       watcher_sleeps_ = true;
-      changed_.wait(lock, [this] { return receiving_ || ending_; });
+      changed_.wait(lock, [this] { return awaited_ != nullptr || ending_; });
       watcher_sleeps_ = false;
       continue;
     }
+    const int64_t host = awaited_->host;
     lock.unlock();
+    const std::string why_broken = connections_.why_broken(host);
     if (pointless_()) close();
     lock.lock();
+    if (why_broken.empty() || awaited_ == nullptr || awaited_->host != host) continue;
+    why_broken_ = why_broken;
+    awaited_->work->abort();
   }
+}
+
+c10::intrusive_ptr<c10d::Work> HostLeg::post_unanswered(int64_t host) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!gloo_) return {};
+  std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
+  return gloo_->recv(nothing, static_cast<int>(host), kTag + kUnansweredTagOffset);
 }
 
 HostLeg::Flight::Flight(HostLeg* leg) : leg_(leg) {
@@ -98,40 +111,50 @@ void HostLeg::post(Flight& flight, int64_t host, std::byte* data, int64_t bytes,
 }
 
 void HostLeg::land(Flight& flight, shm::Clock::time_point deadline) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    receiving_ = true;
-    if (watcher_sleeps_) changed_.notify_all();
-  }
   for (const Flight::Message& message : flight.messages_) {
-    const auto left = std::chrono::ceil<milliseconds>(deadline - shm::Clock::now());
-    bool landed = false;
-    std::string why = "it was given up";
-    try {
-      landed = message.work->wait(std::max(left, milliseconds(1)));
-    } catch (const std::exception& error) {
-      why = first_line_of(error);
-    }
-    if (!landed) {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      receiving_ = false;
-      const bool late = shm::Clock::now() >= deadline;
-      throw LegBroken(name_of(message.host) +
-                      (late ? " has not come in time" : " no longer answers") + " (" + why + ")");
-    }
+    const std::string why = wait_for(message, deadline);
+    if (why.empty()) continue;
+    const bool late = shm::Clock::now() >= deadline;
+    throw LegBroken(name_of(message.host) +
+                    (late ? " has not come in time" : " no longer answers") + " (" + why + ")");
   }
   const std::lock_guard<std::mutex> lock(mutex_);
-  receiving_ = false;
   flight.messages_.clear();
+}
+
+// Returns why the message has not come, or was not sent; "" if it was.
+std::string HostLeg::wait_for(const Flight::Message& message, shm::Clock::time_point deadline) {
+  show_awaited(&message);
+  const auto left = std::chrono::ceil<milliseconds>(deadline - shm::Clock::now());
+  std::string why;
+  try {
+    if (!message.work->wait(std::max(left, milliseconds(1))) && !is_through(*message.work))
+      why = "it was given up";
+  } catch (const std::exception& error) {
+    why = first_line_of(error);
+  }
+  show_awaited(nullptr);
+  return why.empty() || why_broken_.empty() ? why : why_broken_;
+}
+
+void HostLeg::show_awaited(const Flight::Message* message) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  awaited_ = message;
+  if (message == nullptr) return;
+  why_broken_.clear();
+  if (watcher_sleeps_) changed_.notify_all();
 }
 
 void HostLeg::close() noexcept {
   if (fork_guard_.in_child()) return;
   try {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (const Flight* flight : flights_)
-      for (const Flight::Message& message : flight->messages_) message.work->abort();
-    gloo_.reset();
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      for (const Flight* flight : flights_)
+        for (const Flight::Message& message : flight->messages_) message.work->abort();
+      gloo_.reset();
+    }
+    connections_.forget();
   } catch (const std::exception& error) {  // the connection is gone anyway
     TORCH_WARN("closing a connection between hosts: ", first_line_of(error));
   }

@@ -1,7 +1,9 @@
 #pragma once
 
+#include <trireme/comm/c10d/connection_watch.h>
 #include <trireme/comm/c10d/gloo_group.h>
 #include <trireme/comm/hosts/host_layout.h>
+#include <trireme/common/export.h>
 #include <trireme/common/fork_guard.h>
 #include <trireme/shm/flag_wait.h>
 
@@ -21,7 +23,7 @@
 namespace trireme {
 
 // The error that a leg ended before the message. Its text is a part of a sentence.
-class LegBroken : public std::runtime_error {
+class TRIREME_API LegBroken : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
@@ -31,10 +33,10 @@ class LegBroken : public std::runtime_error {
 // in the order in which both have posted them; Gloo's thread moves them meanwhile.
 //
 // While a rank waits here, a thread of the leg checks, as often as a wait in shared memory does,
-// whether another rank of the host has given the group up.
+// whether another rank of the host has given the group up, and whether the connection still holds.
 //
 // One thread at a time, but close() from any.
-class HostLeg {
+class TRIREME_API HostLeg {
  public:
   // Returns whether the group has failed, as far as this host knows. Any thread may call it.
   using Pointless = std::function<bool()>;
@@ -79,6 +81,9 @@ class HostLeg {
 
  private:
   void keep_watch();
+  c10::intrusive_ptr<c10d::Work> post_unanswered(int64_t host);
+  void show_awaited(const Flight::Message* message);
+  std::string wait_for(const Flight::Message& message, shm::Clock::time_point deadline);
   void post(Flight& flight, int64_t host, std::byte* data, int64_t bytes, bool sends);
   std::string name_of(int64_t host) const;
 
@@ -88,7 +93,9 @@ class HostLeg {
   c10::intrusive_ptr<c10d::Backend> gloo_;  // null once closed
   std::set<Flight*> flights_;
   Pointless pointless_;
-  bool receiving_ = false;
+  ConnectionWatch connections_;               // [host]
+  const Flight::Message* awaited_ = nullptr;  // that this rank waits for
+  std::string why_broken_;                    // the watcher has ended its wait
   bool ending_ = false;
   bool watcher_sleeps_ = false;  // until it is woken: no rank has waited for some time
   std::condition_variable changed_;

@@ -172,8 +172,8 @@ void ServerSetup::reach_other_hosts(const std::shared_ptr<ProgressTable>& board,
   }
   Options options = board->options();
   options.timeout = limit;
-  shares_ =
-      std::make_unique<ShardServer>(ShardServer::Parts{box_, memory_, where}, options, workers);
+  shares_ = std::make_unique<ShardServer>(ShardServer::Parts{box_, memory_, where, limit}, options,
+                                          workers);
 }
 
 // Makes this rank's view of the tables.

@@ -409,6 +409,22 @@ TEST_CASE("over an engine ranks that say nothing for longer than its timeout sta
   CHECK(gone.empty());
 }
 
+TEST_CASE("over an engine nothing follows the last message to a rank") {
+  std::latch is_drained(2);
+  std::string said;
+  run_boxes(2, Engine::kGloo, [&](ThreadRank& rank, MessageBox& box) {
+    if (rank.where.rank == 0) {
+      box.try_end(1);
+      box.look();  // a heartbeat is due
+      take_until(box, [&] { return box.is_drained(); }, refuse_arrival);
+      said = error_of<c10::DistBackendError>(
+          [&] { box.try_post(1, text_message("late"), "call of f"); });
+    }
+    is_drained.arrive_and_wait();
+  });
+  CHECK_THAT(said, Catch::Contains("cannot post call of f: this rank has posted its last message"));
+}
+
 TEST_CASE("a box of a rank alone has nobody") {
   bool is_fine = false;
   run_boxes(1, Engine::kShm, [&](ThreadRank&, MessageBox& box) {

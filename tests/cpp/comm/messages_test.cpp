@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 
 #include <catch_torch.h>
+#include <half_writable.h>
+#include <latch>
 #include <recording_communicator.h>
 #include <thread_ranks.h>
 #include <vector>
@@ -10,6 +12,8 @@
 namespace trireme::messages_test {
 
 using trireme::test::Engine;
+using trireme::test::error_of;
+using trireme::test::HalfWritable;
 using trireme::test::RecordingCommunicator;
 using trireme::test::run_thread_ranks;
 using trireme::test::ThreadRank;
@@ -141,6 +145,53 @@ TEST_CASE("who waits for a message hears at once why none will come") {
                          Catch::Contains("rank 1 spilled the coffee"));
     CHECK_THAT(said, !Catch::Contains("Timed out"));
     if (engine == Engine::kGloo) CHECK_THAT(later, Catch::Contains("spilled the coffee"));
+  }
+}
+
+TEST_CASE("over Gloo a message that is half through when the connection breaks is given up") {
+  const HalfWritable half;
+  std::vector<std::string> said(2);
+  run_thread_ranks(
+      2,
+      [&](ThreadRank& rank) {
+        Communicator& ranks = *rank.communicator;
+        said[static_cast<size_t>(rank.where.rank)] = error_of<c10::DistBackendError>([&] {
+          if (rank.where.rank == 0) {
+            ranks.send({at::ones_like(half.tensor())}, 1, "activations").wait();
+          } else {
+            ranks.recv({half.tensor()}, 0, "activations").wait();
+          }
+        });
+      },
+      kTimeout);
+  CHECK_THAT(said[0], Catch::Contains("send of activations to rank 1 failed") &&
+                          !Catch::Contains("Timed out"));
+  CHECK_THAT(said[1], Catch::Contains("recv of activations from rank 0 failed") &&
+                          Catch::Contains("Bad address"));
+}
+
+TEST_CASE("a wait for a message may end before the message comes, and be taken up again") {
+  for (const Engine engine : {Engine::kGloo, Engine::kShm}) {
+    std::latch is_late(2);
+    std::vector<bool> has_come;
+    at::Tensor came = at::zeros({3});
+    run_thread_ranks(
+        2,
+        [&](ThreadRank& rank) {
+          if (rank.where.rank == 0) {
+            is_late.arrive_and_wait();
+            rank.communicator->send({at::full({3}, 7.0)}, 1, "a number").wait();
+            return;
+          }
+          Pending recv = rank.communicator->recv({came}, 0, "a number");
+          for (int i = 0; i < 2; ++i)
+            has_come.push_back(recv.wait_for(std::chrono::milliseconds(5)));
+          is_late.arrive_and_wait();
+          has_come.push_back(recv.wait_for(kTimeout));
+        },
+        kTimeout, engine);
+    CHECK(has_come == std::vector<bool>{false, false, true});
+    CHECK(at::equal(came, at::full({3}, 7.0)));
   }
 }
 

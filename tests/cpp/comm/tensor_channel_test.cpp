@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <catch_torch.h>
+#include <latch>
 #include <random>
 #include <thread>
 #include <thread_ranks.h>
@@ -200,6 +201,31 @@ TEST_CASE("messages of random sizes cross in all directions") {
       }
     });
     CHECK(wrong == std::vector<int64_t>(3));
+  }
+}
+
+TEST_CASE("a channel is drained once all its messages were received") {
+  for (const Engine engine : kEngines) {
+    std::latch is_sent(2);
+    std::vector<bool> said;
+    run_channels(2, {{0, 1, 2, "there"}}, engine, [&](ThreadRank& rank, TensorChannels& channels) {
+      if (rank.where.rank == 0) {
+        TensorSender& sender = *channels.sender(0);
+        said.push_back(sender.is_drained());
+        sender.send(numbered(0), "0F0");
+        sender.send(numbered(1), "0F1");
+        said.push_back(sender.is_drained());
+        is_sent.arrive_and_wait();
+        const auto deadline = std::chrono::steady_clock::now() + kTimeout;
+        while (!sender.is_drained() && std::chrono::steady_clock::now() < deadline)
+          std::this_thread::yield();
+        said.push_back(sender.is_drained());
+      } else {
+        is_sent.arrive_and_wait();
+        for (int64_t number = 0; number < 2; ++number) take_message(channels, 0, number);
+      }
+    });
+    CHECK(said == std::vector<bool>{true, false, true});
   }
 }
 

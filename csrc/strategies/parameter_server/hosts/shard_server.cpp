@@ -1,5 +1,6 @@
 #include <trireme/strategies/parameter_server/hosts/shard_server.h>
 
+#include <trireme/common/duration.h>
 #include <trireme/common/exception_text.h>
 #include <trireme/shm/flag_wait.h>
 #include <trireme/strategies/parameter_server/dense_table.h>
@@ -285,7 +286,15 @@ void ShardServer::close(std::string_view error) noexcept {
       // The worker has gone.
     }
   }
-  parts_.box->is_drained();
+  const auto deadline = deadline_after(parts_.limit);
+  shm::LookTimer looks;
+  shm::FutexWait(parts_.box->futex())
+      .until([this] { return parts_.box->is_drained(); },
+             [&] {
+               const auto now = shm::Clock::now();
+               looks.call_if_due(now, [this] { parts_.box->look(); });
+               return now >= deadline;
+             });
 }
 
 void ShardServer::stop() noexcept {

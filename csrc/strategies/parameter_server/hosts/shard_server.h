@@ -7,6 +7,7 @@
 #include <trireme/strategies/parameter_server/worker_tables.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -37,6 +38,7 @@ class TRIREME_API ShardServer {
     std::shared_ptr<MessageBox> box;
     std::shared_ptr<const ServerMemory> memory;
     RankOf where;
+    std::chrono::milliseconds limit{};  // of the wait for workers to take the last messages
   };
   struct Worker {
     int64_t number = 0;

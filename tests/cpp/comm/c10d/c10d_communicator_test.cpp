@@ -6,13 +6,18 @@
 #include <ATen/ATen.h>
 
 #include <catch_torch.h>
+#include <half_writable.h>
+#include <latch>
 #include <map>
+#include <thread>
 #include <thread_ranks.h>
 #include <vector>
 
 namespace trireme::c10d_communicator_test {
 
 using trireme::test::Engine;
+using trireme::test::error_of;
+using trireme::test::HalfWritable;
 using trireme::test::run_thread_ranks;
 using trireme::test::ThreadRank;
 
@@ -255,6 +260,51 @@ TEST_CASE("a dead peer is an error that names operation and rank") {
   }
   CHECK_THAT(text, Catch::Contains("[comm] all_reduce of bucket 2: fc.weight .. fc.bias failed:"));
   CHECK_THAT(text, Catch::Contains("rank 1 (process "));
+}
+
+TEST_CASE("a collective that is half through when the connection breaks is given up") {
+  const HalfWritable half;
+  std::vector<std::string> said(2);
+  run_thread_ranks(2, [&](ThreadRank& rank) {
+    const at::Tensor tensor = rank.where.rank == 0 ? at::ones_like(half.tensor()) : half.tensor();
+    said[static_cast<size_t>(rank.where.rank)] = error_of<c10::DistBackendError>(
+        [&] { rank.communicator->broadcast({tensor}, 0, "the model").wait(); });
+    rank.group.release();  // Gloo's destructor would wait for the group's timeout
+  });
+  CHECK_THAT(said[0], Catch::Contains("[comm] broadcast of the model failed") &&
+                          Catch::Contains("the connection to rank 1 has broken") &&
+                          !Catch::Contains("Timed out"));
+  CHECK_THAT(said[1], Catch::Contains("the connection to rank 0 has broken") &&
+                          Catch::Contains("Bad address"));
+}
+
+TEST_CASE("who has left without a word is a lost peer, and who has left in order is none") {
+  for (const bool in_order : {true, false}) {
+    std::string found;
+    std::latch has_left(2);
+    run_thread_ranks(3, [&](ThreadRank& rank) {
+      const auto health = rank.communicator->health();
+      if (rank.where.rank == 1) {
+        if (in_order) health->board.note_started("training");  // so it leaves word of its end
+        rank.communicator.reset();
+        rank.group.reset();
+        has_left.arrive_and_wait();
+      } else if (rank.where.rank == 0) {
+        has_left.arrive_and_wait();
+        const auto until = std::chrono::steady_clock::now() +
+                           (in_order ? std::chrono::milliseconds(1500) : std::chrono::seconds(20));
+        while (found.empty() && std::chrono::steady_clock::now() < until) {
+          found = health->find_lost_peer();
+          std::this_thread::yield();
+        }
+      }
+    });
+    if (in_order) {
+      CHECK(found.empty());
+    } else {
+      CHECK_THAT(found, Catch::StartsWith("the connection to rank 1 has broken"));
+    }
+  }
 }
 
 TEST_CASE("a rank that has ended is told apart by what it said, and by its last step") {
