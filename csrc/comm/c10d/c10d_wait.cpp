@@ -45,14 +45,18 @@ std::string without_frills(std::string cause) {
   C10_THROW_ERROR(DistBackendError, text);
 }
 
-// Throws if the board shows that a peer has failed, or that this wait has no end, or the engine
-// that a peer is lost.
+// Throws if the board shows that a peer has failed, or that this wait has no end.
 void look_around(const std::string& operation, GroupHealth& health) {
   if (const auto announced = health.announced()) throw_peer_failure(operation, *announced, health);
   if (const auto why = health.waits_in_vain()) {
     health.set_failure(*why);
     C10_THROW_ERROR(DistBackendError, *why);
   }
+}
+
+// Looks around in a wait for what is not done: throws, too, if the engine says that a peer is lost.
+void look_around_undone(const std::string& operation, GroupHealth& health) {
+  look_around(operation, health);
   if (!health.find_lost_peer) return;
   if (const std::string lost = health.find_lost_peer(); !lost.empty())
     throw_engine_failure(operation, lost, health);
@@ -96,7 +100,7 @@ void wait_for_work(c10d::Work& work, bool on_cpu, const AwaitedOperation& operat
     WaitInProgress wait(health.progress(), operation.number);
     for (milliseconds slice = kFirstLook; !wait_slice(work, slice); slice = kNextLook) {
       wait.takes_long(operation.name);
-      look_around(operation.name, health);
+      look_around_undone(operation.name, health);
     }
   });
 }
@@ -120,7 +124,7 @@ void wait_for_future(c10::ivalue::Future& future, const std::string& operation,
     std::unique_lock<std::mutex> lock(signal->mutex);
     if (signal->finished.wait_for(lock, slice, [&] { return signal->done; })) break;
     lock.unlock();
-    look_around(operation, health);
+    look_around_undone(operation, health);
   }
   rethrow_named(operation, health,
                 [&] { future.waitAndThrow(); });  // orders the caller's streams too

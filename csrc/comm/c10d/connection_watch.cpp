@@ -24,17 +24,17 @@ std::string ConnectionWatch::why_broken(int64_t rank, Clock::duration patience) 
   return is_due ? connection.why_broken : std::string();
 }
 
+void ConnectionWatch::forget() {
+  const std::lock_guard lock(mutex_);
+  connections_.clear();
+}
+
 bool is_through(c10d::Work& message) {
   try {
     return message.wait(std::chrono::milliseconds(1));
   } catch (const std::exception&) {
     return false;
   }
-}
-
-void ConnectionWatch::forget() {
-  const std::lock_guard lock(mutex_);
-  connections_.clear();
 }
 
 }  // namespace trireme
