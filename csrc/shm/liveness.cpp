@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <iterator>
 #include <linux/ioctl.h>
 #include <poll.h>
 #include <signal.h>
@@ -16,13 +17,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 #include <utility>
+#include <vector>
 
 namespace trireme::shm {
 namespace {
 
-// Returns a field of /proc/<pid>/stat behind the name, which may hold spaces: state is the first,
-// the start time the twentieth. Returns nothing if there is no such process.
-std::string stat_field(pid_t pid, int number) {
+// Returns the fields of /proc/<pid>/stat behind the name, which may hold spaces: state is the
+// first, the start time the twentieth. Returns none if there is no such process.
+std::vector<std::string> stat_fields(pid_t pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::stringstream text;
   text << file.rdbuf();
@@ -30,10 +32,14 @@ std::string stat_field(pid_t pid, int number) {
   const size_t name_end = whole.rfind(')');
   if (name_end == std::string::npos) return {};
   std::istringstream fields(whole.substr(name_end + 1));
-  std::string field;
-  for (int i = 0; i < number; ++i) fields >> field;
-  return field;
+  return {std::istream_iterator<std::string>(fields), {}};
 }
+
+std::string field_of(const std::vector<std::string>& fields, size_t number) {
+  return number <= fields.size() ? fields[number - 1] : std::string();
+}
+
+std::string stat_field(pid_t pid, size_t number) { return field_of(stat_fields(pid), number); }
 
 // Returns whether the kernel lets us read that process. To others it reports the exit code as 0. It
 // opens this file to the same readers.
@@ -41,9 +47,9 @@ bool may_look_into(pid_t pid) {
   return std::ifstream("/proc/" + std::to_string(pid) + "/io").get() != EOF;
 }
 
-constexpr int kState = 1;
-constexpr int kStartTime = 20;
-constexpr int kExitCode = 50;
+constexpr size_t kState = 1;
+constexpr size_t kStartTime = 20;
+constexpr size_t kExitCode = 50;
 
 // The first version of struct pidfd_info, which headers have from Linux 6.13 on.
 struct PidfdInfo {
@@ -104,13 +110,17 @@ std::string PeerProcess::state() const {
 std::optional<int> PeerProcess::wait_status() const {
   if (pid_ == ::getpid() || alive()) return std::nullopt;
   int status = wait_status_;
+  if (status == kUnknown && !started_at_.empty()) {
+    const std::vector<std::string> fields = stat_fields(pid_);
+    const std::string code = field_of(fields, kExitCode);
+    if (field_of(fields, kStartTime) == started_at_ && !code.empty() &&
+        (code != "0" || may_look_into(pid_)))
+      status = std::atoi(code.c_str());
+  }
+  // Asked last: it knows once the parent has asked, which ends the other way, perhaps just now.
   if (PidfdInfo info; status == kUnknown && fd_ >= 0 && ::ioctl(fd_, kPidfdGetInfo, &info) == 0 &&
                       (info.mask & PidfdInfo::kExit) != 0)
     status = info.exit_code;
-  if (status == kUnknown && !started_at_.empty() && stat_field(pid_, kStartTime) == started_at_) {
-    const std::string code = stat_field(pid_, kExitCode);
-    if (!code.empty() && (code != "0" || may_look_into(pid_))) status = std::atoi(code.c_str());
-  }
   if (status == kUnknown) return std::nullopt;
   wait_status_ = status;
   return status;

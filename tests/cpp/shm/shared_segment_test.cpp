@@ -1,6 +1,7 @@
 // One segment for all ranks of a host, or for none of them.
 
 #include <algorithm>
+#include <atomic>
 #include <catch2/catch.hpp>
 #include <cstring>
 #include <fstream>
@@ -9,6 +10,7 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
+#include <thread>
 #include <unistd.h>
 
 namespace trireme::shared_segment_test {
@@ -138,6 +140,36 @@ TEST_CASE("how a process has ended is known before its parent asks, a normal end
     CHECK(peer.wait_status() == code << 8);
     ::waitpid(child, nullptr, 0);
   }
+}
+
+TEST_CASE(
+    "how a process has ended is known while its parent asks, where the kernel tells it after") {
+  const auto ended_child = [] {
+    const pid_t child = ::fork();
+    if (child == 0) ::_exit(3);
+    siginfo_t info;
+    ::waitid(P_PID, static_cast<id_t>(child), &info, WEXITED | WNOWAIT);
+    return child;
+  };
+  const pid_t asked = ended_child();
+  const PeerProcess peer_asked(asked);
+  ::waitpid(asked, nullptr, 0);
+  const bool tells_after = peer_asked.wait_status() == 3 << 8;
+  int untold = 0;
+  for (int i = 0; i < 300; ++i) {
+    const pid_t child = ended_child();
+    const PeerProcess peer(child);
+    std::atomic<bool> both_go{false};
+    std::thread parent([&] {
+      while (!both_go) {
+      }
+      ::waitpid(child, nullptr, 0);
+    });
+    both_go = true;
+    untold += peer.wait_status() != 3 << 8;
+    parent.join();
+  }
+  CHECK((untold == 0 || !tells_after));
 }
 
 TEST_CASE("a killed process is named by who waits to share with it") {

@@ -62,7 +62,10 @@ def assert_all_gone(folder: Path, count: int) -> None:
     assert not any(map(exists, pids))
 
 
-def test_the_first_failure_comes_out_and_the_others_are_killed(tmp_path: Path) -> None:
+def test_the_first_failure_comes_out_and_the_others_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.ranks._GRACE", 6)  # a busy machine gets three seconds more
     with pytest.raises(RankFailed) as caught:
         run_ranks(one_fails_then_zero, 3, tmp_path)
     assert caught.value.rank == 1

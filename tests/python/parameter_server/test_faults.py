@@ -107,7 +107,7 @@ def test_a_worker_dies_while_it_holds_a_block() -> None:
 @pytest.mark.parametrize("mode", ["bsp", "ssp"])
 @on_shm_ranks(2, timeout=40, patience_s=AGES_S)
 def test_a_stopped_worker_is_alive(rank: int, mode: str) -> None:
-    server = counts(mode=mode, timeout=1)
+    server = counts(mode=mode, timeout=2)
     for _ in range(3):
         push_and_clock(server)
         server["counts"].pull()
@@ -117,7 +117,7 @@ def test_a_stopped_worker_is_alive(rank: int, mode: str) -> None:
     else:
         until(lambda: state_of(process_of(1)) == "T")
         push_and_clock(server)
-        text = "has not come within 1 s; it is alive, at clock 3 (its process is stopped)"
+        text = "has not come within 2 s; it is alive, at clock 3 (its process is stopped)"
         with raises(dist.DistBackendError, "pull of table 'counts' at clock 4: worker 1", text):
             server["counts"].pull()
         os.kill(process_of(1), signal.SIGCONT)

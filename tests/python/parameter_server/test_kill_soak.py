@@ -17,7 +17,7 @@ from harness.meeting import process_of, say, state_of, stay_until, until
 
 CLOCKS = 60
 DIM = 500
-IDS = torch.arange(40)
+IDS = torch.arange(40)  # each in a share of its own
 
 
 def tables() -> list[ps.Dense | ps.Sparse]:
@@ -68,11 +68,11 @@ def outlive(rank: int, on_worker_loss: str, seed: int) -> None:
         return
     until(lambda: bool(server["net"].pull()) and server.stats()["lost"] == [1])
     server["net"].pull()  # applies what is closed
-    stats = server.stats()
-    assert stats["torn"] <= 1
     ones = 2 * CLOCKS + min(server.clocks()[1], CLOCKS)
     rows = [set(row.unique().tolist()) for row in server["items"].pull(IDS)]
     net = set(server["net"].pull()["w"].unique().tolist())
+    stats = server.stats()
+    assert stats["torn"] <= 1
     if options["mode"] == "bsp":
         # A torn block lacks some or all of the clock that the worker was applying: its three ones.
         may_be, torn = {ones - 3, ones}, [values for values in [net, *rows] if values != {ones}]

@@ -166,7 +166,7 @@ def test_a_load_drops_what_was_pushed(tmp_path: Path) -> None:
 @on_shm_ranks(2, timeout=60)
 def test_a_worker_that_missed_a_save_comes_to_the_next(rank: int) -> None:
     """It does not take part in the one that it missed, and what one could not do nobody has."""
-    with ps.ParameterServer([small()], mode="async", timeout=1) as server:
+    with ps.ParameterServer([small()], mode="async", timeout=2) as server:
         if rank == 1:
             with raises(dist.DistBackendError, "save at clock 0: worker 0", "has not come within"):
                 server.save(NOWHERE)
