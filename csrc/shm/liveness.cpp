@@ -117,7 +117,8 @@ std::optional<int> PeerProcess::wait_status() const {
         (code != "0" || may_look_into(pid_)))
       status = std::atoi(code.c_str());
   }
-  // Asked last: it knows once the parent has asked, which ends the other way, perhaps just now.
+  // /proc tells it until the parent has reaped the process, and the pidfd after that. In this order
+  // one of them does, though the process is reaped in between.
   if (PidfdInfo info; status == kUnknown && fd_ >= 0 && ::ioctl(fd_, kPidfdGetInfo, &info) == 0 &&
                       (info.mask & PidfdInfo::kExit) != 0)
     status = info.exit_code;

@@ -54,8 +54,9 @@ void look_around(const std::string& operation, GroupHealth& health) {
   }
 }
 
-// Looks around in a wait for what is not done: throws, too, if the engine says that a peer is lost.
-void look_around_undone(const std::string& operation, GroupHealth& health) {
+// Looks around while the operation is not done: throws, too, if the engine says that a peer is
+// lost.
+void look_around_while_pending(const std::string& operation, GroupHealth& health) {
   look_around(operation, health);
   if (!health.find_lost_peer) return;
   if (const std::string lost = health.find_lost_peer(); !lost.empty())
@@ -100,7 +101,7 @@ void wait_for_work(c10d::Work& work, bool on_cpu, const AwaitedOperation& operat
     WaitInProgress wait(health.progress(), operation.number);
     for (milliseconds slice = kFirstLook; !wait_slice(work, slice); slice = kNextLook) {
       wait.takes_long(operation.name);
-      look_around_undone(operation.name, health);
+      look_around_while_pending(operation.name, health);
     }
   });
 }
@@ -124,7 +125,7 @@ void wait_for_future(c10::ivalue::Future& future, const std::string& operation,
     std::unique_lock<std::mutex> lock(signal->mutex);
     if (signal->finished.wait_for(lock, slice, [&] { return signal->done; })) break;
     lock.unlock();
-    look_around_undone(operation, health);
+    look_around_while_pending(operation, health);
   }
   rethrow_named(operation, health,
                 [&] { future.waitAndThrow(); });  // orders the caller's streams too

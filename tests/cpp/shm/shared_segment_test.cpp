@@ -45,6 +45,18 @@ rlim_t mapped_bytes() {
   return pages * static_cast<rlim_t>(::getpagesize());
 }
 
+pid_t child_that_ends_with(int code) {
+  const pid_t child = ::fork();
+  if (child == 0) ::_exit(code);
+  return child;
+}
+
+// Waits until a child has ended, without reaping it.
+void await_end(pid_t child) {
+  siginfo_t info;
+  ::waitid(P_PID, static_cast<id_t>(child), &info, WEXITED | WNOWAIT);
+}
+
 }  // namespace
 
 TEST_CASE("what a rank writes into a shared segment all others see; all of it is reserved") {
@@ -132,33 +144,24 @@ TEST_CASE("a peer is not dead because this rank may open no file, and so cannot 
 
 TEST_CASE("how a process has ended is known before its parent asks, a normal end too") {
   for (const int code : {0, 3}) {
-    const pid_t child = ::fork();
-    if (child == 0) ::_exit(code);
+    const pid_t child = child_that_ends_with(code);
     const PeerProcess peer(child);
-    siginfo_t info;
-    ::waitid(P_PID, static_cast<id_t>(child), &info, WEXITED | WNOWAIT);
+    await_end(child);
     CHECK(peer.wait_status() == code << 8);
     ::waitpid(child, nullptr, 0);
   }
 }
 
-TEST_CASE(
-    "how a process has ended is known while its parent asks, where the kernel tells it after") {
-  const auto ended_child = [] {
-    const pid_t child = ::fork();
-    if (child == 0) ::_exit(3);
-    siginfo_t info;
-    ::waitid(P_PID, static_cast<id_t>(child), &info, WEXITED | WNOWAIT);
-    return child;
-  };
-  const pid_t asked = ended_child();
-  const PeerProcess peer_asked(asked);
-  ::waitpid(asked, nullptr, 0);
-  const bool tells_after = peer_asked.wait_status() == 3 << 8;
+TEST_CASE("how a process has ended is known while it is reaped, where the kernel tells it after") {
+  const pid_t reaped = child_that_ends_with(3);
+  const PeerProcess reaped_peer(reaped);
+  ::waitpid(reaped, nullptr, 0);
+  const bool tells_after = reaped_peer.wait_status() == 3 << 8;
   int untold = 0;
   for (int i = 0; i < 300; ++i) {
-    const pid_t child = ended_child();
+    const pid_t child = child_that_ends_with(3);
     const PeerProcess peer(child);
+    await_end(child);
     std::atomic<bool> both_go{false};
     std::thread parent([&] {
       while (!both_go) {

@@ -28,8 +28,8 @@ from harness.meeting import tell_process, until_inside
 from harness.on_ranks import AGES_S
 from harness.ranks import run_ranks
 
-# A death is seen within a second; a busy machine gets three more.
-SEEN_S = 4.0
+# A death is seen within a second; a busy machine gets one more.
+SEEN_S = 2.0
 
 
 @dataclass(frozen=True)

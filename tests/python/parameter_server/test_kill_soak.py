@@ -17,7 +17,7 @@ from harness.meeting import process_of, say, state_of, stay_until, until
 
 CLOCKS = 60
 DIM = 500
-IDS = torch.arange(40)  # each in a share of its own
+IDS = torch.arange(40)  # fewer than a table has shares: a torn share is one row
 
 
 def tables() -> list[ps.Dense | ps.Sparse]:
@@ -75,10 +75,12 @@ def outlive(rank: int, on_worker_loss: str, seed: int) -> None:
     assert stats["torn"] <= 1
     if options["mode"] == "bsp":
         # A torn block lacks some or all of the clock that the worker was applying: its three ones.
-        may_be, torn = {ones - 3, ones}, [values for values in [net, *rows] if values != {ones}]
+        may_be = {ones - 3, ones}
+        torn = [values for values in [net, *rows] if values != {ones}]
     else:
         # What the worker pushed in the clock that it died in is there in part.
-        may_be, torn = {ones, ones + 1}, [values for values in rows if len(values) > 1]
+        may_be = {ones, ones + 1}
+        torn = [values for values in rows if len(values) > 1]
     assert net.union(*rows) <= may_be, f"net has {net}, rows {rows}, expected {may_be}"
     assert len(torn) <= stats["torn"], f"{torn}, but {stats['torn_blocks']}"
     server.close()

@@ -11,7 +11,7 @@ from trireme import remote
 from harness.meeting import PATIENCE_S
 
 # Within that time an owner frees what nobody refers to any more.
-FREED_S = 5.0
+FREED_S = 2.0
 
 gate = threading.Event()
 entered = threading.Event()
