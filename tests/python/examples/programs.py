@@ -1,12 +1,13 @@
 """Programs of examples/, run as ranks of small trainings, and the losses that they print."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import trireme
 
-from harness.forked_programs import run_command, run_script
+from harness.forked_programs import ON_CPU, run_command, run_script
 
 ROOT = Path(__file__).resolve().parents[3]
 # A text that nobody edits: late losses depend on it by more than rounding.
@@ -21,12 +22,18 @@ def cpp_program(name: str) -> list[str]:
     return [str(CPP / name)]
 
 
-def run(program: list[str], ranks: int, *options: str, steps: int = 60) -> str:
+def run(
+    program: list[str],
+    ranks: int,
+    *options: str,
+    steps: int = 60,
+    env: Mapping[str, str] = ON_CPU,
+) -> str:
     """What so many steps print."""
     options = (str(TEXT), str(steps), *options)
     if program[0].endswith(".py"):
-        return run_script(Path(program[0]), ranks, *options)
-    return run_command([*program, *options], ranks)
+        return run_script(Path(program[0]), ranks, *options, env=env)
+    return run_command([*program, *options], ranks, env=env)
 
 
 def losses(printed: str) -> list[float]:

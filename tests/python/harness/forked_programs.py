@@ -6,6 +6,7 @@ of processes.py; the tests of launchers, and one run of each program, start as u
 """
 
 import atexit
+import ctypes
 import os
 import runpy
 import subprocess
@@ -24,21 +25,32 @@ from harness.processes import PROCESSES, torchrun_variables
 from harness.ranks import run_ranks
 
 ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+_MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
+# With it glibc gives the memory of a tensor back when it is freed, and a program has the same peak
+# in each run. By itself it keeps what is below a size that grows with what was freed.
+SAME_PEAKS = {_MMAP_THRESHOLD: str(128 << 10)}
+_M_MMAP_THRESHOLD = -3  # of <malloc.h>
 
 
-def run_script(script: Path, ranks: int, *options: str, timeout: float = 100) -> str:
+def run_script(
+    script: Path, ranks: int, *options: str, timeout: float = 100, env: Mapping[str, str] = ON_CPU
+) -> str:
     """What so many ranks of a Python program print, one after the other."""
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(_script, ranks, str(script), options, folder, timeout=timeout, env=ON_CPU)
+        run_ranks(_script, ranks, str(script), options, folder, timeout=timeout, env=env)
         return "".join((Path(folder) / str(rank)).read_text() for rank in range(ranks))
 
 
-def run_command(command: Sequence[str], ranks: int, timeout: float = 100) -> str:
+def run_command(
+    command: Sequence[str], ranks: int, timeout: float = 100, env: Mapping[str, str] = ON_CPU
+) -> str:
     """What so many ranks of another program print. Several are told what torchrun tells them."""
-    return run_commands([command] * ranks, timeout)
+    return run_commands([command] * ranks, timeout, env)
 
 
-def run_commands(commands: Sequence[Sequence[str]], timeout: float = 100) -> str:
+def run_commands(
+    commands: Sequence[Sequence[str]], timeout: float = 100, env: Mapping[str, str] = ON_CPU
+) -> str:
     """The same for a program of each rank's own."""
     ranks = len(commands)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -52,7 +64,7 @@ def run_commands(commands: Sequence[Sequence[str]], timeout: float = 100) -> str
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **ON_CPU, **launched(rank)},
+            env={**os.environ, **env, **launched(rank)},
         )
         for rank, command in enumerate(commands)
     ]
@@ -118,6 +130,9 @@ def _script(rank: int, script: str, options: Sequence[str], folder: str) -> None
     if os.environ["WORLD_SIZE"] == "1":  # then there is no launcher
         for name in torchrun_variables(0, 1, 0):
             os.environ.pop(name, None)
+    threshold = os.environ.get(_MMAP_THRESHOLD)
+    if threshold:  # glibc reads it when a program starts, which this one did before it was forked
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, int(threshold))
     sys.argv = [script, *options]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")

@@ -6,6 +6,7 @@ saved, and what every other must hold after loading.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,10 +140,15 @@ def on_disk(path: str) -> dict[str, torch.Tensor]:
 
 
 def flip(path: Path, place: int, bit: int = 0) -> None:
-    """Turns one bit over; ``place`` may count from the end."""
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1 << bit
-    path.write_bytes(data)
+    """Turns one bit over in place, so that the file has its size for whoever looks meanwhile.
+
+    ``place`` may count from the end.
+    """
+    with path.open("r+b") as file:
+        at = file.seek(place, os.SEEK_END if place < 0 else os.SEEK_SET)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << bit]))
 
 
 def assert_holds(training: Training, expected: dict[str, torch.Tensor]) -> None:

@@ -146,6 +146,7 @@ def _turn_over_every_chunk(rank: int, world: int, strategy: str, tmp_path: Path)
     file = path / FILE
     bytes_ = file.stat().st_size
     for begin in range(0, bytes_, CHUNK):
+        dist.barrier()
         if rank == 0:
             flip(file, min(begin + CHUNK, bytes_) - 1, bit=5)
         dist.barrier()
@@ -156,7 +157,7 @@ def _turn_over_every_chunk(rank: int, world: int, strategy: str, tmp_path: Path)
         dist.barrier()
         if rank == 0:
             flip(file, min(begin + CHUNK, bytes_) - 1, bit=5)
-        dist.barrier()
+    dist.barrier()
     assert_holds(training, before)
     load(training, path)
 
