@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import trireme
 
-from harness.forked_programs import ON_CPU, run_command, run_script
+from harness.forked_programs import run_command, run_script
 
 ROOT = Path(__file__).resolve().parents[3]
 # A text that nobody edits: late losses depend on it by more than rounding.
@@ -27,7 +27,7 @@ def run(
     ranks: int,
     *options: str,
     steps: int = 60,
-    env: Mapping[str, str] = ON_CPU,
+    env: Mapping[str, str] | None = None,
 ) -> str:
     """What so many steps print."""
     options = (str(TEXT), str(steps), *options)

@@ -27,29 +27,42 @@ from harness.ranks import run_ranks
 ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 _MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 # With it glibc gives the memory of a tensor back when it is freed, and a program has the same peak
-# in each run. By itself it keeps what is below a size that grows with what was freed.
-SAME_PEAKS = {_MMAP_THRESHOLD: str(128 << 10)}
+# in each run. By itself it keeps blocks below a size that grows with what was freed before.
+SAME_PEAKS = {_MMAP_THRESHOLD: str(64 << 10)}
 _M_MMAP_THRESHOLD = -3  # of <malloc.h>
 
 
 def run_script(
-    script: Path, ranks: int, *options: str, timeout: float = 100, env: Mapping[str, str] = ON_CPU
+    script: Path,
+    ranks: int,
+    *options: str,
+    timeout: float = 100,
+    env: Mapping[str, str] | None = None,
 ) -> str:
-    """What so many ranks of a Python program print, one after the other."""
+    """What so many ranks of a Python program print, one after the other.
+
+    ``env`` comes on top of ``ON_CPU``, here and below.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(_script, ranks, str(script), options, folder, timeout=timeout, env=env)
+        place = (str(script), options, folder)
+        run_ranks(_script, ranks, *place, timeout=timeout, env={**ON_CPU, **(env or {})})
         return "".join((Path(folder) / str(rank)).read_text() for rank in range(ranks))
 
 
 def run_command(
-    command: Sequence[str], ranks: int, timeout: float = 100, env: Mapping[str, str] = ON_CPU
+    command: Sequence[str],
+    ranks: int,
+    timeout: float = 100,
+    env: Mapping[str, str] | None = None,
 ) -> str:
     """What so many ranks of another program print. Several are told what torchrun tells them."""
     return run_commands([command] * ranks, timeout, env)
 
 
 def run_commands(
-    commands: Sequence[Sequence[str]], timeout: float = 100, env: Mapping[str, str] = ON_CPU
+    commands: Sequence[Sequence[str]],
+    timeout: float = 100,
+    env: Mapping[str, str] | None = None,
 ) -> str:
     """The same for a program of each rank's own."""
     ranks = len(commands)
@@ -64,7 +77,7 @@ def run_commands(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **env, **launched(rank)},
+            env={**os.environ, **ON_CPU, **(env or {}), **launched(rank)},
         )
         for rank, command in enumerate(commands)
     ]
