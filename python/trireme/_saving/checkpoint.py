@@ -91,8 +91,9 @@ def save_checkpoint(
 
     Parameters must be the same on all ranks or sharded; of buffers rank 0's are saved. Of a
     pipeline each rank saves its stages; of what several have, the lowest rank's is saved. What a
-    ``remote.Module`` has is fetched from its owner, by every rank, and saved as buffers are; the
-    state of its optimizer stays there.
+    ``remote.Module`` has is fetched from its owner in the call, by every rank, and saved as buffers
+    are; the state of its optimizer stays there. Where ranks share such a module, let them meet
+    behind the call of an asynchronous save before one of them steps it.
 
     Raises:
         ValueError, TypeError: it cannot be saved, such as a module whose ``state_dict()`` is

@@ -474,6 +474,7 @@ class Saved(Run):
         self.made.before()
         beside = not any(map(table_of, self.model.parameters()))  # which a server refuses
         pending = trireme.save_checkpoint(folder, self.net, self.optimizer, asynchronous=beside)
+        self.place.meet()  # ranks share a remote module, whose values rank 0 fetches in its call
         zeros = {
             name: torch.zeros_like(value) if isinstance(value, Tensor) else value
             for name, value in self.model.state_dict().items()
