@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import os
+import threading
 from typing import Any
 
 import torch.distributed as dist
@@ -29,6 +30,17 @@ class _Running:
 
 _running: _Running | None = None
 _is_over = False
+_starting = threading.RLock()
+"""Held while start() runs: other ranks may call this one before it has ended here."""
+
+
+def _forget_start() -> None:
+    """In a forked child, whose parent may have been in start()."""
+    global _starting
+    _starting = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget_start)
 
 
 def start(name: str, *, group: dist.ProcessGroup | None = None, threads: int = 4) -> None:
@@ -54,12 +66,13 @@ def start(name: str, *, group: dist.ProcessGroup | None = None, threads: int = 4
     global _running, _is_over
     AREA.expect("name", name, str, "a str", next_step="Pass a name of this process.")
     AREA.expect("threads", threads, int, "an int", next_step="Pass how many calls run at one time.")
-    if _running is not None and _running.process == os.getpid():
-        AREA.refuse("got a second start()", "Call stop() before it.", kind=RuntimeError)
-    given = AREA.expect_group(group, "Call start() on the ranks of the group only.")
-    core = RemoteEndpoint(communicator_of(given), name, threads)
-    call_at_the_end(_abandon)
-    _running, _is_over = _Running(core), False
+    with _starting:
+        if _running is not None and _running.process == os.getpid():
+            AREA.refuse("got a second start()", "Call stop() before it.", kind=RuntimeError)
+        given = AREA.expect_group(group, "Call start() on the ranks of the group only.")
+        core = RemoteEndpoint(communicator_of(given), name, threads)
+        call_at_the_end(_abandon)
+        _running, _is_over = _Running(core), False
 
 
 def stop() -> None:
@@ -89,19 +102,23 @@ def names() -> list[str]:
 
 
 def running() -> RemoteEndpoint:
-    """Returns the endpoint, for calls.
+    """Returns the endpoint, for calls. Waits for a start() of another thread.
 
     Raises:
         RuntimeError: there is none, or this is a forked child.
     """
-    if _running is None:
+    found = _running
+    if found is None:
+        with _starting:
+            found = _running
+    if found is None:
         if _is_over:
             AREA.refuse("got a call after stop()", "Call start() again.", kind=RuntimeError)
         AREA.refuse("got a call before start()", "Call start() first.", kind=RuntimeError)
-    if _running.process != os.getpid():
+    if found.process != os.getpid():
         got = "got a call in a forked child"
         AREA.refuse(got, "Call in the parent only.", kind=RuntimeError)
-    return _running.core
+    return found.core
 
 
 def expect_name(to: object) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from trireme import remote
+from trireme.remote import endpoint
 from trireme.remote.signatures import parameters_of
 
+from harness.meeting import PATIENCE_S
 from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from remote.ranks import refused
 
@@ -44,6 +47,40 @@ def refuses_to_start(rank: int, *parts: str) -> None:
         remote.start(f"p{rank}")
     with refused(RuntimeError, "start"):
         remote.names()
+
+
+asked = threading.Event()
+answered = threading.Event()
+
+
+@remote.function
+def names_there() -> list[str]:
+    asked.set()
+    try:
+        return remote.names()
+    finally:
+        answered.set()
+
+
+@on_shm_and_gloo_ranks(2, timeout=60)
+def test_a_call_comes_while_start_ends(rank: int) -> None:
+    """The function that is called uses the endpoint, for which it waits."""
+    asked.clear()
+    answered.clear()
+    call_at_the_end = endpoint.call_at_the_end
+
+    def end_late(abandon: Callable[[str], None]) -> None:
+        assert asked.wait(PATIENCE_S)
+        answered.wait(0.2)  # a function that does not wait fails meanwhile
+        call_at_the_end(abandon)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(endpoint, "call_at_the_end", end_late)
+        remote.start(f"p{rank}")
+    if rank == 0:
+        assert remote.call("p1", names_there) == ["p0", "p1"]
+    remote.stop()
 
 
 @on_shm_and_gloo_ranks(2, timeout=60)
