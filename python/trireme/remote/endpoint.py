@@ -108,7 +108,7 @@ def running() -> RemoteEndpoint:
         RuntimeError: there is none, or this is a forked child.
     """
     found = _running
-    if found is None:
+    if found is None or found.process != os.getpid():  # a forked child may start, too
         with _starting:
             found = _running
     if found is None:
