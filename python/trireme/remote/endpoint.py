@@ -24,14 +24,16 @@ class _Running:
 
     def __init__(self, core: RemoteEndpoint) -> None:
         self.core = core
-        self.names = core.names()
         self.process = os.getpid()
 
 
 _running: _Running | None = None
 _is_over = False
 _starting = threading.RLock()
-"""Held while start() runs: other ranks may call this one before it has ended here."""
+"""Held while start() runs: other ranks may call this one before it has ended here.
+
+Reentrant, so that a call by the thread that starts is refused and does not wait for itself.
+"""
 
 
 def _forget_start() -> None:
@@ -96,9 +98,7 @@ def stop() -> None:
 
 def names() -> list[str]:
     """Returns the names of all ranks, by rank."""
-    running()
-    assert _running is not None
-    return list(_running.names)
+    return running().names()
 
 
 def running() -> RemoteEndpoint:
